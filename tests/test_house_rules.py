@@ -1,0 +1,223 @@
+"""The rules of the house that no linter holds: budgets, names, borders, and documents that must keep up with the code.
+
+Every rule is a function from source text to findings, and is shown to bite before it is trusted.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx_lm.models.cache
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = sorted((ROOT / "mlx_spec").rglob("*.py"))
+PYTHON = PACKAGE + sorted(path for part in ("tests", "scripts") for path in (ROOT / part).rglob("*.py"))
+KERNELS = sorted((ROOT / "metal").rglob("*.metal"))
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 7
+
+SHAPED_LIKE_MLX_LM = ("generate", "stream_generate", "generate_step", "speculative_generate_step")
+"""Functions of mlx_spec/generate.py that take mlx-lm's keyword arguments under mlx-lm's names."""
+
+READS_ENVIRONMENT = ("mlx_spec/generate.py", "mlx_spec/commandline.py")
+NAMES_CACHE_CLASSES = ("mlx_spec/cache/adopt.py",)
+NAMELESS = ("utils", "util", "common", "helper", "helpers", "misc")
+
+MLX_LM_CACHES = frozenset(
+    name
+    for name, value in vars(mlx_lm.models.cache).items()
+    if inspect.isclass(value) and value.__module__ == mlx_lm.models.cache.__name__ and name.endswith("Cache")
+) | {"CacheList"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
+    """Every function with whether it is a method."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Function):
+                yield child, isinstance(node, ast.ClassDef)
+
+
+def long_functions(source: str, path: str = "") -> list[str]:
+    """Functions over the budget, decorators left out, docstring counted."""
+    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node, _ in functions(ast.parse(source))]
+    return [f"{name}: {length} lines" for name, length in lengths if length > MAX_FUNCTION_LINES]
+
+
+def wide_functions(source: str, path: str = "") -> list[str]:
+    """Functions with too many arguments; a method's own object is none."""
+    found = []
+    for node, is_method in functions(ast.parse(source)):
+        given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
+        count = len(given) - (is_method and not static)
+        exempt = path == "mlx_spec/generate.py" and node.name in SHAPED_LIKE_MLX_LM
+        if count > MAX_ARGUMENTS and not exempt:
+            found.append(f"{node.name}: {count} arguments")
+    return found
+
+
+def private_exports(source: str, path: str = "") -> list[str]:
+    """Names in `__all__` that begin with an underscore and are no dunder."""
+    found = []
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            names = [leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
+            found += [name for name in names if name.startswith("_") and not name.endswith("__")]
+    return found
+
+
+def environment_reads(source: str, path: str = "") -> list[str]:
+    """Uses of the process environment."""
+    if path in READS_ENVIRONMENT:
+        return []
+    words = ("environ", "environb", "getenv", "getenvb")
+    tree = ast.parse(source)
+    attributes = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+    ]
+    imports = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "os"
+        for alias in node.names
+    ]
+    return [f"os.{name}" for name in attributes + imports if name in words]
+
+
+def cache_class_names(source: str, path: str = "") -> list[str]:
+    """Names of mlx-lm cache classes: imported, used, or compared with as a string."""
+    if path in NAMES_CACHE_CLASSES:
+        return []
+    spelled = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            spelled += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            spelled.append(node.attr)
+        elif isinstance(node, ast.Name):
+            spelled.append(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            spelled.append(node.value)
+    return [name for name in spelled if name in MLX_LM_CACHES]
+
+
+def nameless_files(source: str, path: str = "") -> list[str]:
+    """A file or folder is named after the idea it holds."""
+    return [part for part in Path(path).with_suffix("").parts if part.strip("_") in NAMELESS]
+
+
+Rule = Callable[[str, str], list[str]]
+PACKAGE_RULES: list[Rule] = [environment_reads, cache_class_names]
+EVERYWHERE_RULES: list[Rule] = [long_functions, wide_functions, private_exports, nameless_files]
+
+
+def findings(rule: Rule, paths: list[Path]) -> list[str]:
+    found = []
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        found += [f"{name}: {finding}" for finding in rule(path.read_text(encoding="utf-8"), name)]
+    return found
+
+
+@pytest.mark.parametrize("rule", EVERYWHERE_RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds_in_package_tests_and_scripts(rule: Rule) -> None:
+    assert findings(rule, PYTHON) == []
+
+
+@pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds_in_the_package(rule: Rule) -> None:
+    assert findings(rule, PACKAGE) == []
+
+
+def arguments(count: int) -> str:
+    return ", ".join(f"a{i}" for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "refused", "accepted"),
+    [
+        (long_functions, "", "def f():\n" + "    x = 1\n" * 60, "def f():\n" + "    x = 1\n" * 59),
+        (long_functions, "", "class A:\n  async def f(self):\n" + "    x = 1\n" * 60, "x = 1\n" * 90),
+        (wide_functions, "", f"def f({arguments(8)}): ...", f"def f({arguments(7)}, *a, **k): ..."),
+        (wide_functions, "", f"def f(*, {arguments(8)}): ...", f"class A:\n  def f(self, {arguments(7)}): ..."),
+        (wide_functions, "mlx_spec/generate.py", f"def run({arguments(8)}): ...", f"def generate({arguments(8)}): ..."),
+        (wide_functions, "mlx_spec/pairing.py", f"def generate({arguments(8)}): ...", ""),
+        (private_exports, "", "__all__ = ['load', '_load']", "__all__ = ['load', '__version__']"),
+        (private_exports, "", "__all__: list[str] = ['_load']", "_all = ['_load']"),
+        (environment_reads, "", "import os\nx = os.environ['A']", "import os\nx = os.path"),
+        (environment_reads, "", "from os import getenv", "environ = {}"),
+        (cache_class_names, "", "from mlx_lm.models.cache import KVCache", "from mlx_lm.models import cache"),
+        (cache_class_names, "", "x = cache.RotatingKVCache", "x = cache.offset"),
+        (cache_class_names, "", "type(c).__name__ == 'ArraysCache'", "'''Says what a KVCache is.'''"),
+        (nameless_files, "mlx_spec/utils.py", "", None),
+        (nameless_files, "tests/common/test_a.py", "", None),
+        (nameless_files, "mlx_spec/_helpers.py", "", None),
+    ],
+)
+def test_rules_bite(rule: Rule, path: str, refused: str, accepted: str | None) -> None:
+    assert rule(refused, path)
+    assert accepted is None or rule(accepted, path) == []
+
+
+def test_rules_spare_the_files_they_name() -> None:
+    assert environment_reads("import os\nx = os.environ", "mlx_spec/commandline.py") == []
+    assert cache_class_names("x = KVCache()", "mlx_spec/cache/adopt.py") == []
+    assert nameless_files("", "mlx_spec/cache/append.py") == []
+
+
+def test_files_stay_within_the_budget() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PYTHON + KERNELS}
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def metal_table() -> dict[str, list[str]]:
+    """Rows of the kernel table: file name to the other cells."""
+    text = (ROOT / "metal" / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["file", "op", "reference", "test", "promise"]
+    return {row[0].strip("`"): row[1:] for row in rows[2:]}
+
+
+def test_every_kernel_has_a_row_and_every_row_a_kernel() -> None:
+    assert sorted(metal_table()) == [path.relative_to(ROOT / "metal").as_posix() for path in KERNELS]
+
+
+def test_every_kernel_row_is_filled_and_its_test_exists() -> None:
+    for file, cells in metal_table().items():
+        assert all(cells), f"metal/README.md leaves a cell of {file} empty"
+        test = cells[2].strip("`").split("::")[0]
+        assert (ROOT / test).is_file(), f"metal/README.md names {test} as the test of {file}; there is no such file"
+
+
+def test_every_command_line_flag_is_documented() -> None:
+    if importlib.util.find_spec("mlx_spec.commandline") is None:
+        pytest.skip("mlx_spec.commandline does not exist yet")
+    parser = importlib.import_module("mlx_spec.commandline").parser()
+    flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+    documented = set(re.findall(r"`(--[a-z0-9-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert flags - documented - {"--help"} == set()
+
+
+def test_decisions_are_numbered_without_a_gap_and_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    names = sorted(path.name for path in folder.iterdir() if path.name != "README.md")
+    numbers = [re.fullmatch(r"(\d{4})-[a-z0-9-]+\.md", name) for name in names]
+    assert all(numbers), f"a decision is called NNNN-what-was-decided.md, got {names}"
+    assert [int(number[1]) for number in numbers if number] == list(range(1, len(names) + 1))
+    listed = re.findall(r"\]\((\d{4}-[a-z0-9-]+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert listed == names
