@@ -1,0 +1,146 @@
+"""mlx-lm's cache objects and ours: the only file that names their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import (
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_spec.cache.append import AppendJournal
+from mlx_spec.cache.base import Journal, leaf_class
+from mlx_spec.cache.stepwise import StepwiseJournal
+from mlx_spec.errors import UnsupportedOption
+
+_JOURNALS: dict[type[Any], Callable[[Any, int], Journal]] = {KVCache: AppendJournal, QuantizedKVCache: AppendJournal}
+"""Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
+
+_RINGS = (RotatingKVCache, BatchRotatingKVCache)
+
+
+def new_append_cache() -> Any:
+    """A fresh full-attention cache for a drafter's own layer."""
+    return KVCache()
+
+
+def new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    """The caches mlx-lm would give this model, one per layer."""
+    return list(make_prompt_cache(model, max_kv_size=max_kv_size))
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches that hold state, with nesting undone, each once."""
+    seen: set[int] = set()
+    pending = list(reversed(caches))
+    while pending:
+        cache = pending.pop()
+        if cache is None or id(cache) in seen:
+            continue
+        seen.add(id(cache))
+        if isinstance(cache, CacheList):
+            pending.extend(reversed(cache.caches))
+        else:
+            yield cache
+
+
+def adopt(caches: Sequence[Any], width: int) -> tuple[list[Any], list[Journal]]:
+    """Open one round on a model's caches.
+
+    Args:
+        caches: what the model takes as `cache`: mlx-lm cache objects, nested or None.
+        width: tokens the round may append.
+
+    Returns:
+        The tree the model is handed, leaf for cache, and one journal per cache that holds state.
+    """
+    journals = {id(cache): _JOURNALS.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
+    return [_handed(cache, journals) for cache in caches], list(journals.values())
+
+
+def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
+    if cache is None:
+        return None
+    if not isinstance(cache, CacheList):
+        return journals[id(cache)].leaf
+    nest = object.__new__(leaf_class(type(cache)))  # type: ignore[arg-type]
+    nest.__dict__ = {**cache.__dict__, "caches": tuple(_handed(child, journals) for child in cache.caches)}
+    return nest
+
+
+def stepwise_classes(caches: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the cache classes a block cannot be undone in, sorted; empty when every cache keeps by length."""
+    return tuple(sorted({type(cache).__name__ for cache in leaves(caches) if type(cache) not in _JOURNALS}))
+
+
+def tokens_held(caches: Sequence[Any]) -> int:
+    """Tokens the caches have read so far, as far as any of them counts; 0 when none does."""
+    return max((cache.offset for cache in leaves(caches) if isinstance(getattr(cache, "offset", None), int)), default=0)
+
+
+def quantized_entry(caches: Sequence[Any]) -> tuple[int, int] | None:
+    """(bits, group size) of the first quantized cache, or None when all are float."""
+    for cache in leaves(caches):
+        if isinstance(cache, QuantizedKVCache):
+            return cache.bits, cache.group_size
+    return None
+
+
+class KVQuantization:
+    """When and how mlx-lm turns a float cache into a quantized one.
+
+    Attributes:
+        bits: bits per entry; None means never.
+        group_size: entries per scale.
+        start: cache length, in tokens, from which a cache is quantized.
+    """
+
+    def __init__(self, bits: int | None, group_size: int, start: int) -> None:
+        self.bits = bits
+        self.group_size = group_size
+        self.start = start
+
+    def check(self, caches: Sequence[Any]) -> None:
+        """Refuse what mlx-lm itself cannot do.
+
+        Raises:
+            UnsupportedOption: a sliding-window cache cannot be quantized. Nothing was changed.
+        """
+        rings = sorted({type(cache).__name__ for cache in leaves(caches) if isinstance(cache, _RINGS)})
+        if self.bits is not None and rings:
+            raise UnsupportedOption(
+                f"kv_bits={self.bits} asks for a quantized cache, but this model keeps {', '.join(rings)}, "
+                "which mlx-lm cannot quantize. Leave kv_bits (and max_kv_size) out."
+            )
+
+    def room(self, caches: Sequence[Any]) -> int | None:
+        """Tokens until the next cache must be converted; None when none will be.
+
+        A block may end there but not cross: the stock loop reads the tokens after that point from the converted cache.
+        """
+        if self.bits is None:
+            return None
+        lengths = [cache.offset for cache in caches if type(cache) is KVCache and cache.offset < self.start]
+        return self.start - max(lengths) if lengths else None
+
+    def convert(self, caches: list[Any]) -> bool:
+        """Convert in place, in the caller's list, every cache that is due. Returns whether any was."""
+        if self.bits is None:
+            return False
+        before = list(caches)
+        maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
+        return any(old is not new for old, new in zip(before, caches, strict=True))
+
+
+def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """Every array in the caches' state, for evaluation."""
+    return [array for cache in leaves(caches) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]

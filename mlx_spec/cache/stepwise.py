@@ -1,0 +1,108 @@
+"""Any cache at all: the state at each step of a round is kept by handle and put back whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_spec.cache.base import Apply, Journal, make_leaf, uniform
+from mlx_spec.errors import TransactionError
+
+_FOREIGN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, mx.Dtype)
+"""Things a cache may refer to but does not own: they are kept by reference."""
+
+
+class Snapshot:
+    """The value of an object graph at one moment.
+
+    Arrays are held by a handle of their own (`copy.copy`): `keys[..., a:b, :] = x` re-points the
+    Python object it is applied to, so a plain reference would follow the write. Lists, dictionaries
+    and objects keep their identity; only their contents are put back.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._memo: dict[int, Any] = {}
+        self._owners: list[tuple[Any, Any]] = []
+        self._arrays: list[mx.array] = []
+        self._capture(root)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays in the snapshot, shared with the live cache or not."""
+        return sum(array.nbytes for array in self._arrays)
+
+    def restore(self) -> None:
+        """Put every object of the graph back. Used once: the live objects then own the handles."""
+        for owner, content in self._owners:
+            if isinstance(owner, list):
+                owner[:] = content
+            else:
+                owner.clear()
+                owner.update(content)
+
+    def _capture(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, mx.array):
+            handle = copy.copy(value)
+            self._arrays.append(handle)
+            self._memo[id(value)] = handle
+            return handle
+        if isinstance(value, tuple):
+            return tuple(self._capture(item) for item in value)
+        self._memo[id(value)] = value
+        if isinstance(value, list):
+            self._owners.append((value, [self._capture(item) for item in value]))
+        elif isinstance(value, dict) and not isinstance(value, nn.Module):
+            self._owners.append((value, {key: self._capture(item) for key, item in value.items()}))
+        elif hasattr(value, "__dict__") and not isinstance(value, _FOREIGN):
+            self._capture(value.__dict__)
+        return value
+
+
+class StepwiseJournal(Journal):
+    """Keeps one snapshot per step; a prefix can be kept only if it ends at a marked step.
+
+    Attributes:
+        _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
+    """
+
+    def __init__(self, cache: Any, width: int) -> None:
+        self._cache = cache
+        self._steps = {0: Snapshot(cache)}
+        self._position = 0
+        self.width = width
+        self.leaf = make_leaf(cache, self)
+
+    def mark(self, position: int) -> None:
+        # The last step needs no handle: keeping the whole round leaves the cache as it stands.
+        if position < self.width:
+            self._steps[position] = Snapshot(self._cache)
+        self._position = position
+
+    def plan(self, retained: Sequence[int]) -> Apply:
+        count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
+        if count == (self._position or self.width):
+            return _nothing
+        if count not in self._steps:
+            raise TransactionError(
+                f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens of "
+                f"this round, not {count}: its state is known only where a forward ended. Feed the block one token at a time."
+            )
+        return self._steps[count].restore
+
+    def restore(self) -> None:
+        self._steps[0].restore()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(step.nbytes for step in self._steps.values())
+
+
+def _nothing() -> None:
+    """The whole round is kept."""

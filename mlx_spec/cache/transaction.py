@@ -1,0 +1,184 @@
+"""All layers' caches as one: a round is planned for every layer, then applied to every layer, or undone."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_spec.cache.adopt import adopt, leaves
+from mlx_spec.errors import TransactionError
+
+_open_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+_open_caches_lock = threading.Lock()
+
+
+class SpeculativeCacheTransaction:
+    """Lets a model append up to `width` tokens and then keeps any prefix of them.
+
+    States: open -> committed | aborted. Leaving the `with` block without a commit aborts.
+    The caller's cache objects stay the caller's: no method of theirs is replaced, and after a commit
+    of n tokens they hold what n one-token forwards would have left.
+
+    Attributes:
+        caches: what to hand the model as `cache`.
+        width: tokens the round may append.
+        active: whether it can still be committed or aborted.
+
+    Cost:
+        Opening and committing are O(layers) for full-attention caches and read nothing on the host.
+        Any other cache is held by one handle per marked step.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lm.models.cache import KVCache
+        >>> caches = [KVCache()]
+        >>> with SpeculativeCacheTransaction(caches, width=3) as tx:
+        ...     _ = tx.caches[0].update_and_fetch(mx.ones((1, 2, 3, 4)), mx.ones((1, 2, 3, 4)))
+        ...     tx.commit(2)
+        >>> caches[0].offset
+        2
+    """
+
+    def __init__(self, caches: Sequence[Any], width: int) -> None:
+        """Open a round.
+
+        Raises:
+            TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
+        """
+        if width < 1:
+            raise TransactionError(f"a round needs a width of at least 1 token, got {width}.")
+        self.width = width
+        self.position = 0
+        self.active = False
+        self._members = list(leaves(caches))
+        self._enroll()
+        self.caches, self._journals = adopt(caches, width)
+        self.active = True
+
+    def __enter__(self) -> SpeculativeCacheTransaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held only because the round is open."""
+        return sum(journal.nbytes for journal in self._journals)
+
+    def mark(self, tokens: int) -> None:
+        """Tell that one forward over `tokens` tokens is complete.
+
+        Caches that can only be put back to where a forward ended learn their steps from this;
+        for full-attention caches it changes nothing.
+
+        Raises:
+            TransactionError: closed, or more tokens than the width.
+        """
+        self._require_active("mark a step of")
+        if not 0 < tokens <= self.width - self.position:
+            raise TransactionError(
+                f"{tokens} tokens do not fit: the round was opened for {self.width} and holds {self.position}."
+            )
+        self.position += tokens
+        for journal in self._journals:
+            journal.mark(self.position)
+
+    def validate(self, retained: int | Sequence[int] | mx.array) -> None:
+        """Raise what `commit(retained)` would raise. Changes nothing."""
+        self._plan(retained)
+
+    def commit(self, retained: int | Sequence[int] | mx.array) -> None:
+        """Keep the first `retained` tokens of the round and close it.
+
+        Args:
+            retained: tokens to keep, 0..width: one count, or one per row as a list or [B] array.
+
+        Raises:
+            TransactionError: out of range, wrong length, closed, or a cache cannot keep that prefix.
+                The round is still open; it can be aborted or committed with another count.
+        """
+        plans = self._plan(retained)
+        try:
+            for apply in plans:
+                apply()
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+
+    def abort(self) -> None:
+        """Undo the round. Does nothing when it is closed already."""
+        if not self.active:
+            return
+        for journal in self._journals:
+            journal.restore()
+        self._close()
+
+    def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Any]:
+        self._require_active("commit")
+        counts = self._counts(retained)
+        return [journal.plan(counts) for journal in self._journals]
+
+    def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
+        if isinstance(retained, int):
+            counts = [retained]
+        else:
+            counts = (
+                cast(list[int], mx.flatten(retained).tolist()) if isinstance(retained, mx.array) else list(retained)
+            )
+            if len(counts) != self._rows():
+                raise TransactionError(f"one count per row: the caches hold {self._rows()} rows, got {counts}.")
+        if any(isinstance(count, bool) or not isinstance(count, int) for count in counts):
+            raise TransactionError(f"retained counts are whole numbers of tokens, got {counts}.")
+        if any(not 0 <= count <= self.width for count in counts):
+            raise TransactionError(f"retained counts lie in 0..{self.width} for this round, got {counts}.")
+        return counts
+
+    def _rows(self) -> int:
+        for cache in self._members:
+            shape = first_shape(cache)
+            if shape is not None:
+                return shape[0]
+        return 1
+
+    def _require_active(self, what: str) -> None:
+        if not self.active:
+            raise TransactionError(f"cannot {what} this round: it is closed. Open a new transaction.")
+
+    def _enroll(self) -> None:
+        with _open_caches_lock:
+            busy = [type(cache).__name__ for cache in self._members if cache in _open_caches]
+            if busy:
+                raise TransactionError(
+                    f"{busy[0]} is in an open transaction already. Commit or abort that one first; "
+                    "two requests need two prompt caches."
+                )
+            _open_caches.update(self._members)
+
+    def _close(self) -> None:
+        self.active = False
+        self._journals = []
+        self.caches = []
+        with _open_caches_lock:
+            _open_caches.difference_update(self._members)
+        self._members = []
+
+
+def first_shape(cache: Any) -> tuple[int, ...] | None:
+    """Shape of the first array a cache holds; its first axis is the batch."""
+    pending = list(cache.__dict__.values())
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, mx.array) and value.ndim > 1:
+            return tuple(value.shape)
+        if isinstance(value, list | tuple):
+            pending.extend(value)
+    return None

@@ -1,0 +1,151 @@
+"""What a round asks of a target model: ordinary forwards, some hidden states, a few shared parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.errors import IncompatiblePair
+from mlx_spec.target.anatomy import Anatomy, anatomy_of, architecture
+from mlx_spec.target.taps import attach, recording
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one verify call computed, lazily.
+
+    Attributes:
+        logits: [B, W, V] raw logits, in the model's dtype.
+        hidden: [B, W, K*H] the K tapped states side by side, or None when nothing is tapped.
+    """
+
+    logits: mx.array
+    hidden: mx.array | None
+
+
+class Target:
+    """An mlx-lm model as the round engine sees it. Holds nothing but the model; requests own the rest.
+
+    Attributes:
+        model: the mlx-lm model, untouched but for the class of tapped layers.
+        name: its architecture, e.g. "llama".
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.name = architecture(model)
+
+    @property
+    def layer_count(self) -> int:
+        return len(self.model.layers)
+
+    def forward(self, tokens: mx.array, caches: Sequence[Any], taps: tuple[int, ...] = ()) -> TargetOutput:
+        """One ordinary forward of the model.
+
+        Args:
+            tokens: [B, W] token ids.
+            caches: what the model takes as `cache`.
+            taps: 0-based layers whose outputs are wanted, ascending.
+
+        Cost:
+            Lazy: nothing is evaluated here.
+        """
+        if not taps:
+            return TargetOutput(self.model(tokens, cache=caches), None)
+        layers = [self.model.layers[index] for index in taps]
+        with recording(layers) as outputs:
+            logits = self.model(tokens, cache=caches)
+        return TargetOutput(logits, mx.concatenate(outputs, axis=-1))
+
+    def forward_block(
+        self, tokens: mx.array, tx: SpeculativeCacheTransaction, taps: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """All W positions in one forward."""
+        output = self.forward(tokens, tx.caches, taps)
+        tx.mark(tokens.shape[1])
+        return output
+
+    def step_through(
+        self, tokens: mx.array, tx: SpeculativeCacheTransaction, taps: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """W one-token forwards: every position gets the bits of plain decoding, whatever the model does.
+
+        Cost:
+            W decodes. The caches are evaluated after each step, since in one lazy graph every
+            in-place write would copy its buffer.
+        """
+        outputs = []
+        for position in range(tokens.shape[1]):
+            output = self.forward(tokens[:, position : position + 1], tx.caches, taps)
+            mx.eval(output.logits, cache_arrays(tx.caches))
+            tx.mark(1)
+            outputs.append(output)
+        if len(outputs) == 1:
+            return outputs[0]
+        hidden = None
+        if taps:
+            hidden = mx.concatenate([output.hidden for output in outputs if output.hidden is not None], axis=1)
+        return TargetOutput(mx.concatenate([output.logits for output in outputs], axis=1), hidden)
+
+    def attach_taps(self, taps: tuple[int, ...]) -> None:
+        """Make the outputs of these layers recordable.
+
+        Raises:
+            IncompatiblePair: a layer that does not exist.
+        """
+        beyond = [tap for tap in taps if not 0 <= tap < self.layer_count]
+        if beyond:
+            raise IncompatiblePair(
+                f"the drafter taps the output of layer {beyond[0]}, "
+                f"but {self.name} has layers 0..{self.layer_count - 1}. "
+                "Some files count hidden states from the embedding, one more than the layer."
+            )
+        attach([self.model.layers[tap] for tap in taps])
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Raises UnknownAnatomy where the table has no row."""
+        return anatomy_of(self.model)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.anatomy.text_model(self.model).args.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self._embedding.weight.shape[0])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations: what an embedded token has."""
+        return self.raw_embed(mx.zeros((1, 1), mx.int32)).dtype
+
+    def raw_embed(self, ids: mx.array) -> mx.array:
+        """[B, T] ids -> [B, T, H] rows of the embedding table, unscaled."""
+        embedded: mx.array = self._embedding(ids)
+        return embedded
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """[B, T] ids -> [B, T, H] what layer 0 reads."""
+        return self.anatomy.scale_embedding(self.anatomy.text_model(self.model), self.raw_embed(ids))
+
+    def final_norm(self, hidden: mx.array) -> mx.array:
+        """[B, T, H] last layer's output -> [B, T, H] what the head reads."""
+        normed: mx.array = self.anatomy.part(self.model, self.anatomy.norm)(hidden)
+        return normed
+
+    def head(self, normed: mx.array) -> mx.array:
+        """[B, T, H] normed states -> [B, T, V] logits."""
+        module = self.anatomy.head_module(self.model)
+        logits = self._embedding.as_linear(normed) if module is None else module(normed)
+        return self.anatomy.scale_logits(self.anatomy.text_model(self.model), logits)
+
+    @property
+    def _embedding(self) -> Any:
+        return self.anatomy.part(self.model, self.anatomy.embedding)

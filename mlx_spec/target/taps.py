@@ -1,0 +1,70 @@
+"""Hidden states out of an unmodified mlx-lm model: layer classes swapped for ones that can record."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+_recorder: ContextVar[dict[int, mx.array] | None] = ContextVar("mlx_spec_recorder", default=None)
+"""id(layer) -> output, for the forward that is being built in this context; None outside one."""
+
+_swap_lock = threading.Lock()
+
+
+@cache
+def _recording_class(base: type[Any]) -> type[Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = base.__call__(self, *args, **kwargs)
+        record = _recorder.get()
+        if record is not None and id(self) in record:
+            record[id(self)] = output[0] if isinstance(output, tuple) else output
+        return output
+
+    return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__, "__tapped__": base})
+
+
+def attach(layers: Sequence[Any]) -> None:
+    """Let these layers be recorded. Attaching twice is attaching once.
+
+    Only the class of each instance changes: the parameter tree, the attributes and the quantization
+    stay as they are, and a forward outside `recording` computes what it always did.
+    """
+    with _swap_lock:
+        for layer in layers:
+            if "__tapped__" not in vars(type(layer)):
+                layer.__class__ = _recording_class(type(layer))  # type: ignore[arg-type]
+
+
+def detach(model: Any) -> None:
+    """Give every layer of a model its own class back."""
+    with _swap_lock:
+        for layer in model.layers:
+            base = vars(type(layer)).get("__tapped__")
+            if base is not None:
+                layer.__class__ = base
+
+
+@contextmanager
+def recording(layers: Sequence[Any]) -> Iterator[list[mx.array]]:
+    """Record the outputs of attached layers over one forward.
+
+    Args:
+        layers: the layers wanted, each once.
+
+    Yields:
+        A list that holds, once the block is left, one [B, T, H] array per layer, in order.
+    """
+    record: dict[int, Any] = dict.fromkeys(map(id, layers))
+    outputs: list[mx.array] = []
+    token = _recorder.set(record)
+    try:
+        yield outputs
+    finally:
+        _recorder.reset(token)
+    outputs.extend(record[id(layer)] for layer in layers)
