@@ -1,0 +1,68 @@
+"""Speculative decoding for mlx-lm that never changes the output."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+    from mlx_spec.config import (
+        MAGIC_DRAFT_TOKEN_ID,
+        RejectionSamplingStrategy,
+        SpeculativeConfig,
+        SpeculativeMethod,
+        VerifyWidthRange,
+    )
+    from mlx_spec.generate import (
+        GenerationResponse,
+        generate,
+        generate_step,
+        speculative_generate_step,
+        stream_generate,
+    )
+    from mlx_spec.pairing import load, load_drafter
+    from mlx_spec.stats import Statistics
+
+__all__ = [
+    "MAGIC_DRAFT_TOKEN_ID",
+    "GenerationResponse",
+    "RejectionSamplingStrategy",
+    "SpeculativeCacheTransaction",
+    "SpeculativeConfig",
+    "SpeculativeMethod",
+    "Statistics",
+    "VerifyWidthRange",
+    "generate",
+    "generate_step",
+    "load",
+    "load_drafter",
+    "speculative_generate_step",
+    "stream_generate",
+]
+
+_HOME = {
+    "SpeculativeCacheTransaction": "cache.transaction",
+    "MAGIC_DRAFT_TOKEN_ID": "config",
+    "RejectionSamplingStrategy": "config",
+    "SpeculativeConfig": "config",
+    "SpeculativeMethod": "config",
+    "VerifyWidthRange": "config",
+    "GenerationResponse": "generate",
+    "generate": "generate",
+    "generate_step": "generate",
+    "speculative_generate_step": "generate",
+    "stream_generate": "generate",
+    "load": "pairing",
+    "load_drafter": "pairing",
+    "Statistics": "stats",
+}
+"""Public name -> module. Loaded when first asked for: `python -m mlx_spec.generate` must find its module unloaded."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,147 @@
+"""Which verify routes are equal on this machine: nothing is assumed, a block is tried against one-token decode."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_spec.cache.adopt import KVQuantization, cache_arrays, new_caches, quantized_entry, stepwise_classes
+from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from mlx_spec.stats import Statistics
+from mlx_spec.target.model import Target
+
+Verify = Literal["exact", "fast"]
+
+_PROBE_PROMPT_TOKENS = 9
+_BIT_VIEWS = {2: mx.uint16, 4: mx.uint32}
+
+
+class Certificate:
+    """What one model was found to do with blocks, for one kind of cache.
+
+    A width is certified when a forward over a block of that many tokens gives every position the very
+    bits of one-token decode, on a probe of the model itself. Each width is tried when it is first needed.
+
+    Attributes:
+        quantized: (bits, group size) of the caches, or None for float ones.
+    """
+
+    def __init__(self, model: Any, quantized: tuple[int, int] | None) -> None:
+        self.quantized = quantized
+        self._verdicts: dict[int, bool] = {}
+        self._steps: list[mx.array] = []
+        self._step_caches: list[Any] = []
+        self._block_caches: list[Any] = []
+        self._lock = threading.Lock()
+        self._model = weakref.ref(model)
+
+    def holds(self, width: int) -> bool:
+        """Whether a block of `width` tokens equals as many one-token forwards, bit for bit.
+
+        Cost:
+            Once per width: one block forward, and one-token forwards up to the width.
+        """
+        with self._lock:
+            if width not in self._verdicts:
+                self._verdicts[width] = self._probe(width)
+            return self._verdicts[width]
+
+    def _probe(self, width: int) -> bool:
+        model = self._model()
+        if model is None:
+            raise AssertionError("the certified model is gone")
+        self._step_to(model, width)
+        with SpeculativeCacheTransaction(self._block_caches, width) as tx:
+            block = model(_probe_ids(_PROBE_PROMPT_TOKENS, width), cache=tx.caches)
+            mx.eval(block, cache_arrays(self._block_caches))
+        return all(_same_bits(block[:, index], step) for index, step in enumerate(self._steps[:width]))
+
+    def _step_to(self, model: Any, width: int) -> None:
+        """One-token forwards until there are `width` of them, from the prompt's end on."""
+        if not self._step_caches:
+            self._step_caches = new_caches(model)
+            prompt = model(_probe_ids(0, _PROBE_PROMPT_TOKENS), cache=self._step_caches)
+            if self.quantized is not None:
+                bits, group_size = self.quantized
+                KVQuantization(bits, group_size, start=0).convert(self._step_caches)
+            mx.eval(prompt, cache_arrays(self._step_caches))
+            self._block_caches = copy.deepcopy(self._step_caches)
+        while len(self._steps) < width:
+            ids = _probe_ids(_PROBE_PROMPT_TOKENS + len(self._steps), 1)
+            logits = model(ids, cache=self._step_caches)
+            mx.eval(logits, cache_arrays(self._step_caches))
+            self._steps.append(logits[:, 0])
+
+
+_certificates: dict[tuple[int, tuple[int, int] | None], Certificate] = {}
+_certificates_lock = threading.Lock()
+
+
+def certificate_for(model: Any, quantized: tuple[int, int] | None) -> Certificate:
+    """The certificate of a model in this process; it lives as long as the model does."""
+    key = (id(model), quantized)
+    with _certificates_lock:
+        if key not in _certificates:
+            _certificates[key] = Certificate(model, quantized)
+            weakref.finalize(model, _certificates.pop, key, None)
+        return _certificates[key]
+
+
+class CertifiedRoutes:
+    """The routes one request may take. Says in its statistics why a block is not taken.
+
+    Attributes:
+        verify: "exact" takes a block only where it is certified; "fast" wherever the caches can undo one.
+    """
+
+    def __init__(self, target: Target, verify: Verify, statistics: Statistics) -> None:
+        self._target = target
+        self._statistics = statistics
+        self._verdicts: dict[tuple[int, tuple[int, int] | None], str] = {}
+        self.verify = verify
+
+    def route(self, width: int, caches: Sequence[Any]) -> str:
+        """BLOCK or STEP_THROUGH for a verify call of `width` tokens on these caches."""
+        if width == 1:
+            return BLOCK
+        key = (width, quantized_entry(caches))
+        if key not in self._verdicts:
+            self._verdicts[key] = self._decide(width, caches)
+        return self._verdicts[key]
+
+    def _decide(self, width: int, caches: Sequence[Any]) -> str:
+        stepwise = stepwise_classes(caches)
+        if stepwise:
+            return self._step_through(f"{' and '.join(stepwise)} can only be put back to where a forward ended")
+        if self.verify == "fast":
+            self._statistics.note("verify=fast: the text may differ from plain decoding where two tokens nearly tie")
+            return BLOCK
+        if mx.default_device() != mx.Device(mx.cpu):
+            return self._step_through("on this device no block has been shown equal to one-token decode")
+        started = time.perf_counter()
+        equal = certificate_for(self._target.model, quantized_entry(caches)).holds(width)
+        self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
+        if equal:
+            return BLOCK
+        return self._step_through("on this machine a block rounds differently from one-token decode")
+
+    def _step_through(self, reason: str) -> str:
+        self._statistics.note(f"verified one token at a time, which cannot be faster than plain decoding: {reason}")
+        return STEP_THROUGH
+
+
+def _probe_ids(start: int, count: int) -> mx.array:
+    """[1, count] ids every vocabulary has, the same in every process."""
+    return mx.array([[(7 * position + 3) % 61 for position in range(start, start + count)]])
+
+
+def _same_bits(a: mx.array, b: mx.array) -> bool:
+    bits = _BIT_VIEWS[a.dtype.size]
+    return a.dtype == b.dtype and bool(mx.array_equal(a.view(bits), b.view(bits)).item())

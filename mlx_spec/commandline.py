@@ -1,0 +1,333 @@
+"""The flags of `python -m mlx_spec.generate`, and what it prints: text to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm import sample_utils
+from mlx_lm.generate import generate_step as plain_generate_step
+from mlx_lm.models.cache import load_prompt_cache
+from rich.console import Console
+from rich.progress import Progress
+
+from mlx_spec.demo import demo_drafter_path, demo_target_path
+from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
+from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
+from mlx_spec.generate import stream_generate
+from mlx_spec.pairing import load, load_drafter
+from mlx_spec.stats import Statistics
+
+_REFUSED = {
+    "trust_remote_code": "--trust-remote-code is refused: no code from a checkpoint is ever run here.",
+    "image": "--image is refused: this library decodes text.",
+    "quantize_activations": "--quantize-activations is refused: it changes the target's arithmetic.",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags: mlx-lm's under mlx-lm's names, and ours."""
+    flags = argparse.ArgumentParser(
+        prog="python -m mlx_spec.generate",
+        description="Generate text with several tokens per forward and without changing one of them. "
+        "Without --model the embedded demo pair runs.",
+    )
+    _add_model_flags(flags)
+    _add_prompt_flags(flags)
+    _add_sampling_flags(flags)
+    _add_cache_flags(flags)
+    _add_speculation_flags(flags)
+    return flags
+
+
+def _add_model_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("model")
+    group.add_argument("--model", help="path or hub id of the target")
+    group.add_argument("--adapter-path", help="path of trained adapter weights")
+    group.add_argument("--trust-remote-code", action="store_true", help="refused")
+    group.add_argument("--quantize-activations", "-qa", action="store_true", help="refused")
+
+
+def _add_prompt_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("prompt")
+    group.add_argument("--prompt", "-p", default="hello", help="the message; '-' reads it from stdin")
+    group.add_argument("--system-prompt", help="system message for the chat template")
+    group.add_argument("--prefill-response", help="what the answer begins with")
+    group.add_argument("--image", nargs="+", default=(), help="refused")
+    group.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as it is")
+    group.add_argument("--use-default-chat-template", action="store_true", help="use the tokenizer's default template")
+    group.add_argument("--chat-template-config", help="JSON object passed to the chat template")
+    group.add_argument("--extra-eos-token", nargs="+", default=(), help="further tokens that end the text")
+    group.add_argument("--stop", nargs="+", default=(), help="strings that end the text; it ends before them")
+    group.add_argument("--max-tokens", "-m", type=int, default=100, help="tokens to generate; -1 for no limit")
+
+
+def _add_sampling_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("sampling")
+    group.add_argument("--temp", type=float, default=0.0, help="temperature; 0 takes the most likely token")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--min-tokens-to-keep", type=int, default=1, help="tokens that min-p never removes")
+    group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--xtc-probability", type=float, default=0.0)
+    group.add_argument("--xtc-threshold", type=float, default=0.1)
+    group.add_argument("--seed", type=int, help="the same seed gives the same text with and without speculation")
+
+
+def _add_cache_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("cache")
+    group.add_argument("--max-kv-size", type=int, help="size of a rotating cache")
+    group.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward")
+    group.add_argument("--prompt-cache-file", help="a prompt cache saved by mlx-lm to continue from")
+    group.add_argument("--kv-bits", type=int, help="quantize the cache to this many bits")
+    group.add_argument("--kv-group-size", type=int, default=64)
+    group.add_argument("--quantized-kv-start", type=int, default=5000, help="cache length from which to quantize")
+
+
+def _add_speculation_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("speculation")
+    group.add_argument("--draft-model", help="path or hub id of a drafter, or 'ngram'")
+    group.add_argument("--draft-kind", help=f"one of {', '.join(KNOWN_DRAFTER_KINDS)}; resolved when left out")
+    group.add_argument("--draft-block-size", type=int, help="verify width: the newest token and the proposals after it")
+    group.add_argument("--num-draft-tokens", type=int, help="proposals per round: the verify width less one")
+    group.add_argument("--verify", default="exact", help="exact, or fast: may differ from plain decoding at near-ties")
+    group.add_argument(
+        "--check", action="store_true", help="also decode plainly with mlx-lm and compare; 1 if they differ"
+    )
+    group.add_argument("--stats-json", metavar="FILE", help="write the statistics there")
+    group.add_argument("--verbose", type=_truth, default=True, help="False prints the text alone")
+
+
+def _truth(word: str) -> bool:
+    return word.lower() not in ("false", "f")
+
+
+@dataclass
+class _Job:
+    """One generation, loaded and checked: what the speculative and the plain run have in common."""
+
+    model: Any
+    tokenizer: Any
+    prompt_ids: list[int]
+    args: argparse.Namespace
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampler, seeded afresh."""
+        args = self.args
+        if args.seed is not None:
+            mx.random.seed(args.seed)
+        sampler = sample_utils.make_sampler(
+            args.temp,
+            args.top_p,
+            args.min_p,
+            args.min_tokens_to_keep,
+            top_k=args.top_k,
+            xtc_probability=args.xtc_probability,
+            xtc_threshold=args.xtc_threshold,
+            xtc_special_tokens=self.tokenizer.encode("\n") + list(self.tokenizer.eos_token_ids),
+        )
+        return {"sampler": sampler}
+
+    def cache_keywords(self) -> dict[str, Any]:
+        args = self.args
+        names = ("max_kv_size", "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+        keywords = {name: getattr(args, name) for name in names}
+        if args.prompt_cache_file is not None:
+            keywords["prompt_cache"] = _read_prompt_cache(args)[0]
+        return keywords
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0; 1 when --check found a difference; 2 when the request cannot be served, with one line on stderr.
+    """
+    args = parser().parse_args(argv)
+    try:
+        with _warnings_as_lines():
+            return _run(args)
+    except MlxSpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    for name, sentence in _REFUSED.items():
+        if getattr(args, name):
+            raise UnsupportedOption(sentence)
+    if args.check and args.temp != 0 and args.seed is None:
+        raise InvalidRequest("--check compares two runs, and at a temperature these agree only under one --seed.")
+    job, drafter = _load(args)
+    ids, statistics = _speculate(job, drafter)
+    if args.verbose:
+        print(statistics, file=sys.stderr)
+    if args.stats_json is not None:
+        Path(args.stats_json).write_text(json.dumps(statistics.as_dict(), indent=2) + "\n")
+    return _check(job, ids) if args.check else 0
+
+
+def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
+    model_path = args.model
+    tokenizer_config = None
+    if args.prompt_cache_file is not None:
+        metadata = _read_prompt_cache(args)[1]
+        tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+        model_path = _same_model(model_path, metadata.get("model"))
+    draft_model = args.draft_model
+    if model_path is None:
+        model_path = str(demo_target_path(progress=_say))
+        if draft_model is None and args.draft_kind in (None, "eagle3"):
+            draft_model = str(demo_drafter_path())
+    model, tokenizer = load(model_path, adapter_path=args.adapter_path, tokenizer_config=tokenizer_config)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    drafter = None
+    if draft_model is not None or args.draft_kind is not None:
+        drafter = load_drafter(draft_model or args.draft_kind, target=model, kind=args.draft_kind)
+    return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args), drafter
+
+
+def _read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+    try:
+        caches, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"--prompt-cache-file {args.prompt_cache_file}: {error}") from None
+    return caches, metadata
+
+
+def _same_model(given: str | None, saved: str | None) -> str | None:
+    if given is not None and saved is not None and given != saved:
+        raise InvalidRequest(f"--model {given} is not the model {saved} that filled --prompt-cache-file.")
+    return given or saved
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if not text:
+        raise InvalidRequest("the prompt is empty. Give --prompt some text.")
+    templated = not args.ignore_chat_template and tokenizer.has_chat_template
+    if templated:
+        text = _templated(args, tokenizer, text)
+    return list(tokenizer.encode(text, add_special_tokens=not templated))
+
+
+def _templated(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
+    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+    messages.append({"role": "user", "content": text})
+    prefilled = args.prefill_response is not None
+    if prefilled:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    try:
+        extra = json.loads(args.chat_template_config) if args.chat_template_config else {}
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"--chat-template-config wants a JSON object: {error}.") from None
+
+    def render() -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=prefilled,
+                add_generation_prompt=not prefilled,
+                **extra,
+            )
+        )
+
+    prompt = render()
+    if args.prompt_cache_file is None:
+        return prompt
+    # The cache holds the conversation up to this message, so only what follows the query's place is new.
+    messages[-1]["content"] = "<query>"
+    return prompt[render().index("<query>") :]
+
+
+def _speculate(job: _Job, drafter: Any) -> tuple[list[int], Statistics]:
+    args = job.args
+    statistics = Statistics()
+    ids = []
+    with _prefill_bar(len(job.prompt_ids), args.verbose) as progress:
+        for response in stream_generate(
+            job.model,
+            job.tokenizer,
+            job.prompt_ids,
+            max_tokens=args.max_tokens,
+            draft_model=drafter,
+            draft_block_size=args.draft_block_size,
+            num_draft_tokens=args.num_draft_tokens,
+            verify=args.verify,
+            stop=args.stop,
+            prompt_progress_callback=progress,
+            statistics=statistics,
+            **job.sampling(),
+            **job.cache_keywords(),
+        ):
+            ids.append(response.token)
+            print(response.text, end="", flush=True)
+    print()
+    return ids, statistics
+
+
+def _check(job: _Job, ids: list[int]) -> int:
+    """Decode the same request with mlx-lm's one-token loop and compare ids."""
+    plain = plain_generate_step(
+        mx.array(job.prompt_ids), job.model, max_tokens=len(ids), **job.sampling(), **job.cache_keywords()
+    )
+    for position, (got, (want, logprobs)) in enumerate(zip(ids, plain, strict=True)):
+        if got != want:
+            second, best = cast(list[float], mx.sort(logprobs.astype(mx.float32))[-2:].tolist())
+            print(
+                f"check: id {position} is {got}, plain decoding gives {want}; "
+                f"its two best log-probabilities there are {best - second:.3g} apart",
+                file=sys.stderr,
+            )
+            return 1
+    print(f"check: {len(ids)} ids compared with mlx-lm's one-token loop, all equal", file=sys.stderr)
+    return 0
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Our own warnings are for the person at the keyboard: one line each, without a source line."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        del category, place, more
+        print(f"warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextmanager
+def _prefill_bar(prompt_tokens: int, wanted: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar for prompts that take a while; gone once the text begins."""
+    console = Console(stderr=True)
+    if not (wanted and console.is_terminal and prompt_tokens > 1):
+        yield lambda *_: None
+        return
+    bar = Progress(console=console, transient=True)
+    task = bar.add_task("reading the prompt", total=prompt_tokens)
+    bar.start()
+
+    def progress(processed: int, total: int) -> None:
+        bar.update(task, completed=processed)
+        if processed == total:
+            bar.stop()
+
+    try:
+        yield progress
+    finally:
+        bar.stop()

@@ -1,0 +1,64 @@
+"""The target's own choice at every position of a block, made as the one-token loop would make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request turns logits into tokens.
+
+    Attributes:
+        sampler: [1, V] log-probabilities -> [1] token.
+        processors: (ids seen so far, [1, V] logits) -> [1, V] logits, in order.
+        pure: every callable is a function of (ids, logits, RNG) alone, so positions that turn out
+            to be rejected may be chosen too. Otherwise a callable sees the one-token loop's calls only.
+        draws: the sampler may advance the random state.
+    """
+
+    sampler: Sampler
+    processors: tuple[LogitsProcessor, ...] = ()
+    pure: bool = True
+    draws: bool = False
+
+    def choose(self, logits: mx.array, ids: mx.array | None) -> tuple[mx.array, mx.array]:
+        """Choose one token.
+
+        Args:
+            logits: [1, V] raw logits of one position. The array object may be re-pointed by a processor.
+            ids: [n] every token up to this position; needed when there are processors.
+
+        Returns:
+            token: [1] the choice. logprobs: [1, V], in the logits' dtype.
+
+        Cost:
+            Lazy, as far as the callables are.
+        """
+        for processor in self.processors:
+            logits = processor(ids, logits)  # type: ignore[arg-type]
+        # The reduction over all axes is the one-token loop's; one over the last axis may round differently.
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        return self.sampler(logprobs), logprobs
+
+
+def random_key() -> mx.array:
+    """[2] uint32, the key the thread's random state stands at. Nothing is read."""
+    key: mx.array = mx.random.state[0]  # type: ignore[index]
+    return key
+
+
+def rewind_random_state(key: Sequence[int]) -> None:
+    """Make the thread's random state stand at a key whose two words are known on the host."""
+    mx.random.seed((key[0] << 32) | key[1])
+
+
+def holds_nan(logits: mx.array) -> mx.array:
+    """[B, W, V] raw logits -> [B, W] bool: which positions no token can be chosen at."""
+    return mx.isnan(logits).any(axis=-1)

@@ -1,0 +1,147 @@
+"""What a run did: counters with units in their names, and a ledger of every fallback in plain words."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from mlx_spec.records import STAGES, RoundRecord
+
+_DRAFT_STAGES = ("shift", "propose")
+_VERIFY_STAGES = ("merge", "verify", "mask", "accept")
+
+
+class Statistics:
+    """Counters of one request. Live: it keeps counting while the run goes on.
+
+    Attributes:
+        drafter, loop, verify_route, width_policy, acceptance_rule: what is in force.
+        rounds: verify calls finished, plain steps included.
+        proposed_tokens, accepted_tokens: summed over rounds. The bonus of a round is in neither.
+        emitted_tokens: tokens handed out.
+        accepted_by_depth: accepted_by_depth[i] is the number of rounds whose proposal i+1 was accepted.
+        proposed_by_depth: the number of rounds that had a proposal i+1.
+        stage_ms: host milliseconds per stage, summed.
+        prompt_tokens, prompt_ms: the prompt and the time from the start to the first token.
+        certify_ms: part of it spent finding out which verify routes are equal.
+        decode_ms: time from the first token to the latest one.
+        notes: one sentence per fallback or caveat, each once.
+        last_round: the latest record, or None.
+    """
+
+    def __init__(self) -> None:
+        self.drafter = "none"
+        self.loop = "plain"
+        self.verify_route = "block"
+        self.width_policy = "fixed 1"
+        self.acceptance_rule = "target's own choice (token-exact)"
+        self.rounds = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
+        self.emitted_tokens = 0
+        self.accepted_by_depth: list[int] = []
+        self.proposed_by_depth: list[int] = []
+        self.stage_ms = dict.fromkeys(STAGES, 0.0)
+        self.prompt_tokens = 0
+        self.prompt_ms = 0.0
+        self.certify_ms = 0.0
+        self.decode_ms = 0.0
+        self.notes: list[str] = []
+        self.last_round: RoundRecord | None = None
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+        self._routes: dict[str, None] = {}
+        self._drafter_failures = 0
+
+    def note(self, sentence: str) -> None:
+        """Write a fallback or caveat into the ledger, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def drafter_failed(self, error: Exception, consequence: str) -> None:
+        """Count a drafter's failure; the first one is told in full."""
+        self._drafter_failures += 1
+        if self._drafter_failures == 1:
+            self.note(f"the drafter failed ({type(error).__name__}: {error}); {consequence}.")
+
+    @property
+    def drafter_failures(self) -> int:
+        """Rounds in which the drafter raised or returned what it must not."""
+        return self._drafter_failures
+
+    def start(self, prompt_tokens: int) -> None:
+        """The clock of the run begins."""
+        self._started = time.perf_counter()
+        self.prompt_tokens = prompt_tokens
+
+    def count_round(self, record: RoundRecord) -> None:
+        """Add one finished round."""
+        self.last_round = record
+        self.rounds += 1
+        self.proposed_tokens += record.proposed
+        self.accepted_tokens += record.accepted
+        for depth in range(record.proposed):
+            if depth == len(self.proposed_by_depth):
+                self.proposed_by_depth.append(0)
+                self.accepted_by_depth.append(0)
+            self.proposed_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < record.accepted
+        for stage, spent_ms in record.stage_ms.items():
+            self.stage_ms[stage] += spent_ms
+        if record.width > 1:
+            self._routes[record.route] = None
+            self.verify_route = " and ".join(self._routes)
+
+    def count_token(self) -> None:
+        """Add one token handed out."""
+        now = time.perf_counter()
+        if self._first_token is None:
+            self._first_token = now
+            self.prompt_ms = (now - self._started) * 1e3
+        self.emitted_tokens += 1
+        self.decode_ms = (now - self._first_token) * 1e3
+
+    @property
+    def draft_ms(self) -> float:
+        """Host time spent building proposals. Their device time is waited for in `verify_ms`."""
+        return sum(self.stage_ms[stage] for stage in _DRAFT_STAGES)
+
+    @property
+    def verify_ms(self) -> float:
+        """Time spent building verify calls and waiting for the round's one host read."""
+        return sum(self.stage_ms[stage] for stage in _VERIFY_STAGES)
+
+    @property
+    def commit_ms(self) -> float:
+        """Host time spent committing."""
+        return self.stage_ms["pack"]
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens handed out per verify call; 1.0 is plain decoding."""
+        return self.emitted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed after the first token; 0.0 before the second."""
+        return (self.emitted_tokens - 1) / self.decode_ms * 1e3 if self.decode_ms > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything above as JSON-ready values."""
+        names = (
+            "drafter loop verify_route width_policy acceptance_rule rounds proposed_tokens accepted_tokens "
+            "emitted_tokens tokens_per_round accepted_by_depth proposed_by_depth drafter_failures draft_ms verify_ms "
+            "commit_ms stage_ms prompt_tokens prompt_ms certify_ms decode_ms tokens_per_second notes"
+        )
+        return {name: getattr(self, name) for name in names.split()}
+
+    def __str__(self) -> str:
+        """The statistics line."""
+        line = (
+            f"drafter {self.drafter} | loop {self.loop} | verify {self.verify_route} | width {self.width_policy} | "
+            f"rounds {self.rounds} | proposed {self.proposed_tokens} | accepted {self.accepted_tokens} | "
+            f"{self.tokens_per_round:.2f} tokens/round | draft {self.draft_ms:.0f} ms | "
+            f"verify {self.verify_ms:.0f} ms | commit {self.commit_ms:.0f} ms | "
+            f"{self.tokens_per_second:.2f} tokens/s"
+        )
+        return " | ".join([line, *self.notes])
