@@ -297,25 +297,19 @@ def generate_step(
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Hand out the tokens mlx-lm's `generate_step` would, with fewer forwards where the drafter is right.
 
+    Keywords not listed have mlx-lm's meaning.
+
     Args:
         prompt: [n] token ids, n >= 1.
         model: any model loaded by mlx-lm.
-        stream: the mlx stream to work on.
-        draft_model: who proposes: a Drafter, the path or hub id of a drafter checkpoint, or "ngram".
-            None decodes plainly.
+        draft_model: who proposes: a Drafter, the path or hub id of a checkpoint, or "ngram". None decodes plainly.
         draft_kind: round loop; resolved from the checkpoint when left out.
         draft_block_size: verify width W, 1..32 tokens: the newest token and W-1 proposals. 1 decodes plainly.
         num_draft_tokens: W-1, mlx-lm's name for it. Give one of the two.
         verify: "exact", or "fast", which may differ from plain decoding at near-ties and says so.
         speculative: a SpeculativeConfig, in place of the width arguments.
         max_tokens: tokens to hand out; -1 for no limit; 0 only reads the prompt.
-        sampler: [1, V] log-probabilities -> [1] token. Default: argmax.
-        logits_processors: called in order with (ids so far, [1, V] logits).
-        max_kv_size: size of a rotating cache, for models that leave the choice.
         prompt_cache: the caches to start from and to leave the text in, changed in place.
-        prefill_step_size: prompt tokens per forward.
-        kv_bits, kv_group_size, quantized_kv_start: when and how caches are quantized.
-        prompt_progress_callback: told (processed, total) prompt tokens.
         input_embeddings: refused.
         eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller.
         statistics: filled in as the run goes on.
@@ -327,31 +321,8 @@ def generate_step(
         MlxSpecError: before the first token, when a request cannot be served as asked. Nothing was changed.
         NonFiniteLogits: the model produced NaN. The tokens handed out so far are in the cache.
     """
-    run = _open_run(
-        prompt,
-        model,
-        stream=stream,
-        draft_model=draft_model,
-        draft_kind=draft_kind,
-        draft_block_size=draft_block_size,
-        num_draft_tokens=num_draft_tokens,
-        verify=verify,
-        speculative=speculative,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        max_kv_size=max_kv_size,
-        prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-        input_embeddings=input_embeddings,
-        eos_token_ids=eos_token_ids,
-        statistics=statistics,
-    )
-    return _pairs(run)
+    keywords = dict(locals())  # exactly the parameters: nothing else is bound yet
+    return _pairs(_open_run(**keywords))
 
 
 def _pairs(run: _Run) -> Generator[tuple[int, mx.array], None, None]:

@@ -1,0 +1,35 @@
+"""Fixed seeds, device, and hypothesis profiles for every test."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, settings
+
+SEED = 20
+
+# Drawing and running tiny models is slow by hypothesis' standards, not by ours.
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+settings.register_profile("fast", max_examples=20, deadline=None, derandomize=True, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile("deep", max_examples=300, deadline=None, print_blob=True, suppress_health_check=_SLOW_IS_FINE)
+# `--hypothesis-profile` is applied after this file and wins.
+settings.load_profile("fast")
+
+if sys.platform == "linux":
+    mx.set_default_device(mx.cpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `metal` says so instead of failing where there is no such device."""
+    if item.get_closest_marker("metal") is not None and not mx.metal.is_available():
+        pytest.skip("no Metal device here")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> int:
+    """Every test starts from the same mlx RNG key, whatever ran before it. A hypothesis example seeds for itself."""
+    mx.random.seed(SEED)
+    return SEED
