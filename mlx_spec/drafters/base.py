@@ -1,0 +1,95 @@
+"""What a drafter is: the contract between the round engine and everything that proposes tokens."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from mlx_spec.target.model import Target
+
+Rows = Sequence[Sequence[int]]
+"""Token ids on the host, one sequence per batch row: [B][n]."""
+
+
+class DrafterState(abc.ABC):
+    """Everything one request needs from a drafter. Owned by the request, never by the drafter.
+
+    Between calls the state is a function of the committed tokens (and their true hidden states) alone.
+    """
+
+    @abc.abstractmethod
+    def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
+        """Read one prefill chunk.
+
+        Args:
+            ids: [B][T] token ids of the chunk.
+            hidden: [B, T, K*H] the target's tapped states for these tokens, K = len(drafter.taps),
+                concatenated in ascending layer order; None when the drafter taps nothing.
+                Must not be kept beyond the last row.
+        """
+
+    @abc.abstractmethod
+    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+        """Propose what follows the bonus token.
+
+        Args:
+            bonus: [B] newest emitted token of each row; not yet read by `read_prompt` or `catch_up`.
+            count: proposals wanted, >= 1.
+
+        Returns:
+            [B, n] int32 token ids in the target's vocabulary, lazy. n == count, or 0 <= n <= count
+            if the drafter declares `may_propose_fewer`.
+        """
+
+    @abc.abstractmethod
+    def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
+        """Read the verify inputs that stay in the target cache: the bonus and the accepted proposals.
+
+        Args:
+            ids: [B][n] token ids, n >= 1.
+            hidden: [B, n, K*H] their tapped states; None when the drafter taps nothing.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Drop what `propose` left behind. Safe to call twice."""
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays the state holds, so that the engine can evaluate them. Default: none."""
+        return []
+
+
+class Drafter(abc.ABC):
+    """Proposes tokens. Holds weights and settings only; two requests may share one drafter.
+
+    Attributes:
+        kind: round loop, one of `KNOWN_DRAFTER_KINDS`.
+        name: what the statistics call it.
+        default_width: verify width W (proposals + 1) used when the user names none.
+        taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
+        may_propose_fewer: whether `propose` may return fewer than `count` ids.
+    """
+
+    kind: str
+    name: str
+    default_width: int
+    taps: tuple[int, ...] = ()
+    may_propose_fewer: bool = False
+
+    @abc.abstractmethod
+    def check(self, target: Target) -> None:
+        """Raise IncompatiblePair if this drafter cannot serve the target. Names both values."""
+
+    @abc.abstractmethod
+    def open(self, target: Target, start: int = 0) -> DrafterState:
+        """Make the state for one request on this target.
+
+        Args:
+            target: the target the drafter was checked against.
+            start: tokens already in the target's cache that the drafter will not be shown. Its first token has
+                this absolute position.
+        """

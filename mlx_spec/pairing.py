@@ -1,0 +1,132 @@
+"""Loads a target and a drafter, and refuses a pair that cannot work before the first token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, read_tensors
+from mlx_spec.drafters.ngram import NgramDrafter
+from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
+from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
+from mlx_spec.target.model import Target
+
+NGRAM = "ngram"
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+_TARGET_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
+_DRAFTER_FILES = ("*.json", TENSOR_PATTERN)
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+) -> tuple[Any, Any]:
+    """Load a target as mlx-lm does, and its tokenizer. The arguments are those of `mlx_lm.load`.
+
+    Args:
+        path_or_id: a local folder, or "owner/name" on the Hugging Face hub. Code in it is never run.
+        tokenizer_config: settings for the tokenizer.
+        model_config: entries that replace those of config.json.
+        adapter_path: folder of LoRA adapters.
+        lazy: whether to leave the weights on disk until they are used.
+        revision: of the hub repository.
+
+    Returns:
+        The mlx-lm model and its tokenizer.
+
+    Raises:
+        ModelNotFound: no such folder or repository, or it could not be downloaded.
+        CheckpointError: mlx-lm cannot load it; the cause is attached.
+    """
+    folder = _folder(path_or_id, _TARGET_FILES, revision)
+    if not (folder / CONFIG_NAME).is_file():
+        raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
+    try:
+        model, tokenizer = mlx_lm_utils.load(
+            str(folder),
+            tokenizer_config=dict(tokenizer_config or {}),
+            model_config=dict(model_config or {}),
+            adapter_path=adapter_path,
+            lazy=lazy,
+        )
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise CheckpointError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
+    return model, tokenizer
+
+
+def load_drafter(
+    path_or_id: str | Path, target: Any, kind: str | None = None, taps: Sequence[int] | None = None
+) -> Drafter:
+    """Load a drafter for a target, and refuse it if the two do not fit.
+
+    Args:
+        path_or_id: a local folder, "owner/name" on the Hugging Face hub, or "ngram" for lookup in the text itself.
+        target: an mlx-lm model, or a Target.
+        kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
+        taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
+
+    Raises:
+        ModelNotFound: no such folder or repository, or it could not be downloaded.
+        CheckpointError: the checkpoint is incomplete, damaged, or of a variant that is not supported.
+        UnknownDrafter: nothing says what kind of drafter it is.
+        UnsupportedOption: that kind cannot be loaded yet.
+        IncompatiblePair: hidden size, vocabulary or layers do not fit; names both values.
+        UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
+
+    Warns:
+        UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
+    """
+    paired = target if isinstance(target, Target) else Target(target)
+    drafter = _drafter(path_or_id, kind, taps)
+    validate_drafter_compatibility(drafter, paired)
+    return drafter
+
+
+def _drafter(path_or_id: str | Path, kind: str | None, taps: Sequence[int] | None) -> Drafter:
+    if str(path_or_id) == NGRAM:
+        resolved = resolve_drafter_kind({"model_type": NGRAM}, kind)
+    else:
+        folder = _folder(path_or_id, _DRAFTER_FILES)
+        resolved = resolve_drafter_kind(read_config(folder), kind, read_tensors(folder))
+    if resolved != NGRAM:
+        drafter = family(resolved).load(folder, taps)
+        drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
+        return drafter
+    if taps is not None:
+        raise UnsupportedOption(f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out.")
+    return NgramDrafter()
+
+
+def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """The local folder, downloaded if need be."""
+    local = Path(path_or_id).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise ModelNotFound(f"{local} is a file; expected the folder that holds {CONFIG_NAME} and the weights")
+    if not _HUB_ID.fullmatch(str(path_or_id)):
+        raise ModelNotFound(f"no folder {str(path_or_id)!r}, and it is no hub id either: those read 'owner/name'")
+    try:
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = _first_line(error)
+    raise ModelNotFound(f"no folder {str(path_or_id)!r}, and the hub does not give it: {reason}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
