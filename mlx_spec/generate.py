@@ -176,6 +176,8 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     options = _Options(**keywords)
     options.check()
     statistics = options.statistics or Statistics()
+    if statistics.rounds:
+        raise InvalidRequest("these statistics belong to a run already. Give each run its own.")
     asked = options.asked_width()
     target = Target(model)
     drafter = _resolve_drafter(options, target)
@@ -226,7 +228,8 @@ def _prompt_ids(prompt: Any) -> mx.array:
 def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
     given, kind = options.draft_model, options.draft_kind
     if given is None and kind is None:
-        if options.asked_width() not in (None, (1, "draft_block_size")):
+        asked = options.asked_width()
+        if asked is not None and asked[0] > 1:
             raise InvalidRequest("a verify width was given but no drafter. Give draft_model, or leave the width out.")
         return None
     if given is None:

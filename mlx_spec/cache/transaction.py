@@ -91,7 +91,7 @@ class SpeculativeCacheTransaction:
         for journal in self._journals:
             journal.mark(self.position)
 
-    def validate(self, retained: int | Sequence[int] | mx.array) -> None:
+    def validate(self, retained: int | Sequence[int] | mx.array = 0) -> None:
         """Raise what `commit(retained)` would raise. Changes nothing."""
         self._plan(retained)
 

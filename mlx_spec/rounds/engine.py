@@ -50,6 +50,7 @@ class OpenRound:
         out: the verify inputs that are part of the text for good: the bonus once it was handed out
             (or belongs to the prompt), then every accepted proposal handed out. They stay in the cache
             however the run ends.
+        reads_prompt: its bonus is the prompt's last token.
         stage_ms: host milliseconds per stage.
     """
 
@@ -60,6 +61,7 @@ class OpenRound:
     route: str
     stage_ms: dict[str, float]
     out: list[int] = field(default_factory=list)
+    reads_prompt: bool = False
 
 
 class _Clock:
@@ -115,6 +117,7 @@ class Engine:
             with mx.stream(self._stream):
                 last = self._prefill()
                 opened = self._dispatch(request.prompt[-1:], None, width=1)
+            opened.reads_prompt = True
             self._count_out(opened, last)
             if request.budget == 0:
                 request.progress(request.prompt.size, request.prompt.size)
@@ -226,7 +229,7 @@ class Engine:
             token = current.walk.take(len(current.out) - 1)
         clock.lap("accept")
         request = self._request
-        if request.statistics.emitted_tokens == 0:
+        if current.reads_prompt:
             request.progress(request.prompt.size, request.prompt.size)
         return token, request.receive(token.id)
 
@@ -254,10 +257,10 @@ class Engine:
             return self._dispatch(token.array, token.id, width)
 
     def _show_drafter(self, current: OpenRound) -> None:
-        """What was kept of a round, with its hidden states; the first round's input belongs to the prompt."""
+        """What was kept of a round, with its hidden states."""
         hidden = current.output.hidden
         kept = None if hidden is None else hidden[:, : len(current.out)]
-        if self._request.statistics.emitted_tokens == 0:
+        if current.reads_prompt:
             self._loop.read_prompt([current.out], kept)
         elif not self._loop.catch_up([current.out], kept):
             self._loop = PlainLoop()
