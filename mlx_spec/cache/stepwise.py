@@ -91,8 +91,9 @@ class StepwiseJournal(Journal):
             return _nothing
         if count not in self._steps:
             raise TransactionError(
-                f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens of "
-                f"this round, not {count}: its state is known only where a forward ended. Feed the block one token at a time."
+                f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens "
+                f"of this round, not {count}: its state is known only where a forward ended. "
+                "Feed the block one token at a time."
             )
         return self._steps[count].restore
 
