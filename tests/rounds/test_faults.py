@@ -11,14 +11,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from mlx_spec import certify
 from mlx_spec.cache.adopt import KVQuantization, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.generate import generate_step
+from mlx_spec.generate import generate_step, stream_generate
 from mlx_spec.stats import Statistics
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
+from tests.rounds.letters import tokenizer
 from tests.rounds.runs import CHOICES, DRAFTERS, SEED, SPARE, assert_counts_add_up, assert_equals_stock, speculate
 from tests.same_cache import assert_same_cache
 from tests.scripted import AlternatingDrafter, RaisingDrafter, ScriptedState
@@ -243,6 +245,32 @@ def test_fault_in_the_progress_callback_at_any_call(mix: str, drafter: str) -> N
     assert_every_call_can_fail(mix, run_with_fault, least=4)
 
 
+@pytest.mark.parametrize("drafter", ["none", "alternating"])
+@pytest.mark.parametrize("mix", ["dense", "hybrid"])
+def test_fault_in_the_detokenizer_at_any_token(mix: str, drafter: str) -> None:
+    def run_with_fault(call: int, fault: Fault) -> Broken:
+        broken = Broken(None, [], MIXES[mix].new_cache())
+        detokenizer = NaiveStreamingDetokenizer
+        failing = type("Failing", (detokenizer,), {"add_token": FailsAt(lambda token: None, call, fault)})
+        options = {"max_tokens": EMITTED, "prefill_step_size": STEP, "prompt_cache": broken.cache}
+        if drafter != "none":
+            options["draft_block_size"] = WIDTH
+        responses = stream_generate(
+            MIXES[mix].model(),
+            TokenizerWrapper(tokenizer(), failing),
+            list(PROMPT),
+            draft_model=drafter_for(drafter, mix),
+            **options,
+        )
+        try:
+            broken.tokens.extend((response.token, response.logprobs) for response in responses)
+        except Fault as error:
+            broken.error = error
+        return broken
+
+    assert_every_call_can_fail(mix, run_with_fault, least=EMITTED)
+
+
 # The target
 
 
@@ -285,7 +313,7 @@ def failing_forward(call: int, fault: BaseException, late: bool) -> Callable[...
         *((mix, "none", False) for mix in REQUIRED),
         *((mix, "alternating", True) for mix in REQUIRED),
         ("dense", "eagle3", False),
-        ("hybrid", "eagle3", True),
+        ("sliding", "eagle3", True),
     ],
 )
 def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, wrap_forward: Any) -> None:

@@ -91,9 +91,13 @@ def in_a_thread(work: Callable[[], Result]) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "order"), [("ngram", "at random"), ("eagle3", "one by one"), ("eagle3_random", "by fives")]
+    ("mix", "drafter", "order"),
+    [
+        *((mix, "ngram", "at random") for mix in REQUIRED),
+        *((mix, "eagle3", "one by one") for mix in REQUIRED),
+        ("dense", "eagle3_random", "by fives"),
+    ],
 )
-@EVERY_MIX
 def test_two_runs_on_one_drafter_and_one_model_get_their_own_tokens(mix: str, drafter: str, order: str) -> None:
     runs = [stock(mix, prompt) for prompt in PROMPTS]
     shared = DRAFTERS[drafter](mix, (), mx.float32)
