@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
+    ArraysCache,
     BatchRotatingKVCache,
     CacheList,
     KVCache,
@@ -18,11 +19,18 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.append import AppendJournal
-from mlx_spec.cache.base import Journal, leaf_class
+from mlx_spec.cache.base import AskedMask, Journal, leaf_class
+from mlx_spec.cache.recurrent import RecurrentJournal
+from mlx_spec.cache.ring import RingJournal
 from mlx_spec.cache.stepwise import StepwiseJournal
 from mlx_spec.errors import UnsupportedOption
 
-_JOURNALS: dict[type[Any], Callable[[Any, int], Journal]] = {KVCache: AppendJournal, QuantizedKVCache: AppendJournal}
+_JOURNALS: dict[type[Any], Callable[[Any, int], Journal]] = {
+    KVCache: AppendJournal,
+    QuantizedKVCache: AppendJournal,
+    RotatingKVCache: RingJournal,
+    ArraysCache: RecurrentJournal,
+}
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
 _RINGS = (RotatingKVCache, BatchRotatingKVCache)
@@ -53,17 +61,22 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def adopt(caches: Sequence[Any], width: int) -> tuple[list[Any], list[Journal]]:
+def adopt(caches: Sequence[Any], width: int, by_position: bool) -> tuple[list[Any], list[Journal]]:
     """Open one round on a model's caches.
 
     Args:
         caches: what the model takes as `cache`: mlx-lm cache objects, nested or None.
         width: tokens the round may append.
+        by_position: every token mixer takes the block one position at a time. A ring's does in any case.
 
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
     journals = {id(cache): _JOURNALS.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
+    masks: dict[int, AskedMask] = {}
+    for journal in journals.values():
+        journal.masks = masks
+        journal.by_position = by_position or isinstance(journal, RingJournal)
     return [_handed(cache, journals) for cache in caches], list(journals.values())
 
 
@@ -75,6 +88,11 @@ def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
     nest = object.__new__(leaf_class(type(cache)))  # type: ignore[arg-type]
     nest.__dict__ = {**cache.__dict__, "caches": tuple(_handed(child, journals) for child in cache.caches)}
     return nest
+
+
+def needs_mixers(caches: Sequence[Any]) -> bool:
+    """Whether some cache can keep part of a block only with the help of its token mixer."""
+    return any(type(cache) in (RotatingKVCache, ArraysCache) for cache in leaves(caches))
 
 
 def stepwise_classes(caches: Sequence[Any]) -> tuple[str, ...]:

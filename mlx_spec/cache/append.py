@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.cache.base import Apply, Journal, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, uniform
 from mlx_spec.errors import TransactionError
 
 
@@ -40,7 +40,7 @@ class AppendJournal(Journal):
         count = uniform(retained, type(self._cache).__name__)
         self._require_untouched()
         if self._appended == 0:
-            return _nothing
+            return kept_whole
         if count > self._appended:
             raise TransactionError(
                 f"cannot keep {count} tokens: the round appended {self._appended}. "
@@ -63,10 +63,6 @@ class AppendJournal(Journal):
                 f"the cache was changed outside its open transaction: length {self._cache.offset}, expected {want}. "
                 "Abort the transaction and begin again from a cache nobody else writes to."
             )
-
-
-def _nothing() -> None:
-    """A layer that did not move in this round stays as it is."""
 
 
 def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 from mlx_spec.errors import TransactionError
+
+
+class AskedMask(NamedTuple):
+    """A mask a model got from a leaf for a block, and the arguments after the length."""
+
+    mask: mx.array
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
 
 Apply = Callable[[], None]
 """Second half of a commit: it only assigns, so it cannot fail for a reason a caller could mend."""
@@ -23,10 +34,18 @@ class Journal(abc.ABC):
     Attributes:
         leaf: what the model is handed in place of the cache: an instance of a subclass of the cache's own class.
         width: tokens the round may append at most.
+        by_position: the token mixer that reads this cache must take the block one position at a time.
+        masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
 
     leaf: Any
     width: int
+    by_position: bool = False
+    masks: dict[int, AskedMask]
+
+    def tape(self, replay: Callable[[int], None], nbytes: int) -> None:
+        """Offer a way to run the round's inputs again, and the bytes they hold. Most caches need none."""
+        del replay, nbytes
 
     @abc.abstractmethod
     def mark(self, position: int) -> None:
@@ -56,7 +75,34 @@ def leaf_class(base: type[Any], methods: tuple[tuple[str, Callable[..., Any]], .
 
     The journal sits in a slot, so it is no part of the instance dictionary that leaf and cache share.
     """
-    return type(base.__name__, (base,), {"__slots__": ("journal",), "__module__": base.__module__, **dict(methods)})
+    own = {"__slots__": ("journal",), "__module__": base.__module__, "__leaf__": True, **dict(methods)}
+    if hasattr(base, "make_mask"):
+        own["make_mask"] = _make_mask
+    return type(base.__name__, (base,), own)
+
+
+def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
+    """The cache's own mask; for a block it is remembered how it was asked for, so that one row can be."""
+    mask = super(type(self), self).make_mask(tokens, *args, **keywords)
+    if tokens > 1 and isinstance(mask, mx.array):
+        self.journal.masks[id(mask)] = AskedMask(mask, args, keywords)
+    return mask
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value stands for a cache inside a transaction."""
+    return getattr(type(value), "__leaf__", False)
+
+
+def journals_of(leaf: Any) -> list[Journal]:
+    """The journals of a leaf, or of every leaf nested in it."""
+    if "caches" in leaf.__dict__:
+        return [journal for child in leaf.caches for journal in journals_of(child)]
+    return [leaf.journal]
+
+
+def kept_whole() -> None:
+    """A commit that leaves a cache as it stands."""
 
 
 def make_leaf(cache_object: Any, journal: Journal, methods: tuple[tuple[str, Callable[..., Any]], ...] = ()) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.cache.base import Apply, Journal, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, uniform
 from mlx_spec.errors import TransactionError
 
 _FOREIGN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, mx.Dtype)
@@ -37,13 +37,14 @@ class Snapshot:
         return sum(array.nbytes for array in self._arrays)
 
     def restore(self) -> None:
-        """Put every object of the graph back. Used once: the live objects then own the handles."""
+        """Put every object of the graph back. What is done to them afterwards leaves the snapshot as it is."""
+        fresh: dict[int, mx.array] = {}
         for owner, content in self._owners:
             if isinstance(owner, list):
-                owner[:] = content
+                owner[:] = [_fresh(value, fresh) for value in content]
             else:
                 owner.clear()
-                owner.update(content)
+                owner.update({key: _fresh(value, fresh) for key, value in content.items()})
 
     def _capture(self, value: Any) -> Any:
         if id(value) in self._memo:
@@ -63,6 +64,17 @@ class Snapshot:
         elif hasattr(value, "__dict__") and not isinstance(value, _FOREIGN):
             self._capture(value.__dict__)
         return value
+
+
+def _fresh(value: Any, handles: dict[int, mx.array]) -> Any:
+    """The value with a new handle for each array, the same one wherever the array occurs."""
+    if isinstance(value, tuple):
+        return tuple(_fresh(item, handles) for item in value)
+    if not isinstance(value, mx.array):
+        return value
+    if id(value) not in handles:
+        handles[id(value)] = copy.copy(value)
+    return handles[id(value)]
 
 
 class StepwiseJournal(Journal):
@@ -88,7 +100,7 @@ class StepwiseJournal(Journal):
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
         if count == (self._position or self.width):
-            return _nothing
+            return kept_whole
         if count not in self._steps:
             raise TransactionError(
                 f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens "
@@ -103,7 +115,3 @@ class StepwiseJournal(Journal):
     @property
     def nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
-
-
-def _nothing() -> None:
-    """The whole round is kept."""

@@ -44,8 +44,13 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, *, by_position: bool = False) -> None:
         """Open a round.
+
+        Args:
+            caches: the model's caches, as mlx-lm makes them.
+            width: tokens the round may append, >= 1.
+            by_position: have every token mixer take the block one position at a time.
 
         Raises:
             TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
@@ -57,7 +62,7 @@ class SpeculativeCacheTransaction:
         self.active = False
         self._members = list(leaves(caches))
         self._enroll()
-        self.caches, self._journals = adopt(caches, width)
+        self.caches, self._journals = adopt(caches, width, by_position)
         self.active = True
 
     def __enter__(self) -> SpeculativeCacheTransaction:

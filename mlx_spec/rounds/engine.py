@@ -32,6 +32,7 @@ class Emission(NamedTuple):
 
 
 BLOCK = "block"
+POSITIONS = "block, mixers by position"
 STEP_THROUGH = "step-through"
 
 
@@ -39,7 +40,7 @@ class Routes(Protocol):
     """Tells how a block of some width may be verified on these caches."""
 
     def route(self, width: int, caches: list[Any]) -> str:
-        """BLOCK or STEP_THROUGH."""
+        """BLOCK, POSITIONS or STEP_THROUGH."""
 
 
 @dataclass(kw_only=True)
@@ -197,7 +198,7 @@ class Engine:
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
         route = self._routes.route(inputs.shape[1], request.caches)
-        tx = SpeculativeCacheTransaction(request.caches, inputs.shape[1])
+        tx = SpeculativeCacheTransaction(request.caches, inputs.shape[1], by_position=route == POSITIONS)
         try:
             verify = self._target.step_through if route == STEP_THROUGH else self._target.forward_block
             output = verify(inputs, tx, self._loop.taps)
