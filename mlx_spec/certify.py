@@ -19,6 +19,7 @@ from mlx_spec.cache.adopt import (
     quantized_entry,
     stepwise_classes,
 )
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
@@ -68,12 +69,15 @@ class Certificate:
             raise AssertionError("the certified model is gone")
         self._step_to(model, width)
         retained = [width] if not needs_mixers(self._prompt_caches) else sorted({1, width - 1, width})
-        return all(self._equal_keeping(model, width, count, route == POSITIONS) for count in retained)
+        return all(
+            self._equal_keeping(model, width, count, Drive.POSITIONS if route == POSITIONS else Drive.BLOCK)
+            for count in retained
+        )
 
-    def _equal_keeping(self, model: Any, width: int, retained: int, by_position: bool) -> bool:
+    def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
         """Compare the block's rows with the steps, and the step after the retained tokens with its counterpart."""
         caches = copy.deepcopy(self._prompt_caches)
-        with SpeculativeCacheTransaction(caches, width, by_position=by_position) as tx:
+        with SpeculativeCacheTransaction(caches, width, drive=drive) as tx:
             block = model(_probe_ids(_PROBE_PROMPT_TOKENS, width), cache=tx.caches)
             mx.eval(block)
             if not all(_same_bits(block[:, index], step) for index, step in enumerate(self._steps[:width])):

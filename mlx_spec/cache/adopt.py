@@ -19,18 +19,16 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.append import AppendJournal
-from mlx_spec.cache.base import AskedMask, Journal, leaf_class
+from mlx_spec.cache.base import AskedMask, Drive, Journal, leaf_class
 from mlx_spec.cache.recurrent import RecurrentJournal
 from mlx_spec.cache.ring import RingJournal
 from mlx_spec.cache.stepwise import StepwiseJournal
 from mlx_spec.errors import UnsupportedOption
 
-_JOURNALS: dict[type[Any], Callable[[Any, int], Journal]] = {
-    KVCache: AppendJournal,
-    QuantizedKVCache: AppendJournal,
-    RotatingKVCache: RingJournal,
-    ArraysCache: RecurrentJournal,
-}
+_Kinds = dict[type[Any], Callable[[Any, int], Journal]]
+
+_KEPT_BY_LENGTH: _Kinds = {KVCache: AppendJournal, QuantizedKVCache: AppendJournal}
+_KEPT_IN_PART: _Kinds = {**_KEPT_BY_LENGTH, RotatingKVCache: RingJournal, ArraysCache: RecurrentJournal}
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
 _RINGS = (RotatingKVCache, BatchRotatingKVCache)
@@ -61,22 +59,23 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def adopt(caches: Sequence[Any], width: int, by_position: bool) -> tuple[list[Any], list[Journal]]:
+def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], list[Journal]]:
     """Open one round on a model's caches.
 
     Args:
         caches: what the model takes as `cache`: mlx-lm cache objects, nested or None.
         width: tokens the round may append.
-        by_position: every token mixer takes the block one position at a time. A ring's does in any case.
+        drive: how the token mixers take them.
 
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    journals = {id(cache): _JOURNALS.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
+    kinds = _KEPT_BY_LENGTH if drive is Drive.WHOLE else _KEPT_IN_PART
+    journals = {id(cache): kinds.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
     masks: dict[int, AskedMask] = {}
     for journal in journals.values():
         journal.masks = masks
-        journal.by_position = by_position or isinstance(journal, RingJournal)
+        journal.by_position = drive is Drive.POSITIONS or isinstance(journal, RingJournal)
     return [_handed(cache, journals) for cache in caches], list(journals.values())
 
 
@@ -92,12 +91,12 @@ def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
 
 def needs_mixers(caches: Sequence[Any]) -> bool:
     """Whether some cache can keep part of a block only with the help of its token mixer."""
-    return any(type(cache) in (RotatingKVCache, ArraysCache) for cache in leaves(caches))
+    return any(type(cache) in _KEPT_IN_PART.keys() - _KEPT_BY_LENGTH.keys() for cache in leaves(caches))
 
 
 def stepwise_classes(caches: Sequence[Any]) -> tuple[str, ...]:
     """Names of the cache classes a block cannot be undone in, sorted; empty when every cache keeps by length."""
-    return tuple(sorted({type(cache).__name__ for cache in leaves(caches) if type(cache) not in _JOURNALS}))
+    return tuple(sorted({type(cache).__name__ for cache in leaves(caches) if type(cache) not in _KEPT_IN_PART}))
 
 
 def tokens_held(caches: Sequence[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import enum
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,6 +11,19 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.errors import TransactionError
+
+
+class Drive(enum.Enum):
+    """How the token mixers take the tokens of a round.
+
+    WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
+    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
+    POSITIONS: every mixer goes position by position, as in one-token decode.
+    """
+
+    WHOLE = "whole"
+    BLOCK = "block"
+    POSITIONS = "positions"
 
 
 class AskedMask(NamedTuple):

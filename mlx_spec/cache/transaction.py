@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import adopt, leaves
+from mlx_spec.cache.base import Drive
 from mlx_spec.errors import TransactionError
 
 _open_caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,13 +45,14 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int, *, by_position: bool = False) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK) -> None:
         """Open a round.
 
         Args:
             caches: the model's caches, as mlx-lm makes them.
             width: tokens the round may append, >= 1.
-            by_position: have every token mixer take the block one position at a time.
+            drive: how the model's token mixers take these tokens. Those of a model whose mixers are not
+                attached take them whole.
 
         Raises:
             TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
@@ -62,7 +64,7 @@ class SpeculativeCacheTransaction:
         self.active = False
         self._members = list(leaves(caches))
         self._enroll()
-        self.caches, self._journals = adopt(caches, width, by_position)
+        self.caches, self._journals = adopt(caches, width, drive)
         self.active = True
 
     def __enter__(self) -> SpeculativeCacheTransaction:

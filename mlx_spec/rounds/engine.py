@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
@@ -167,7 +168,7 @@ class Engine:
             start = request.position
             count = min(request.prefill_step_size, total - 1 - start)
             chunk = request.prompt[start : start + count]
-            with SpeculativeCacheTransaction(request.caches, count) as tx:
+            with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE) as tx:
                 output = self._target.forward(chunk[None], tx.caches, self._loop.taps)
                 tx.mark(count)
                 tx.commit(count)
@@ -198,7 +199,8 @@ class Engine:
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
         route = self._routes.route(inputs.shape[1], request.caches)
-        tx = SpeculativeCacheTransaction(request.caches, inputs.shape[1], by_position=route == POSITIONS)
+        drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
+        tx = SpeculativeCacheTransaction(request.caches, inputs.shape[1], drive=drive)
         try:
             verify = self._target.step_through if route == STEP_THROUGH else self._target.forward_block
             output = verify(inputs, tx, self._loop.taps)
