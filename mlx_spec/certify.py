@@ -17,10 +17,10 @@ from mlx_spec.cache.adopt import (
     needs_mixers,
     new_caches,
     quantized_entry,
-    stepwise_classes,
 )
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
 from mlx_spec.target.mixers import attach as attach_mixers
@@ -69,10 +69,11 @@ class Certificate:
             raise AssertionError("the certified model is gone")
         self._step_to(model, width)
         retained = [width] if not needs_mixers(self._prompt_caches) else sorted({1, width - 1, width})
-        return all(
-            self._equal_keeping(model, width, count, Drive.POSITIONS if route == POSITIONS else Drive.BLOCK)
-            for count in retained
-        )
+        drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
+        try:
+            return all(self._equal_keeping(model, width, count, drive) for count in retained)
+        except (CannotMix, TransactionError):
+            return False
 
     def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
         """Compare the block's rows with the steps, and the step after the retained tokens with its counterpart."""
@@ -143,9 +144,6 @@ class CertifiedRoutes:
         return self._verdicts[key]
 
     def _decide(self, width: int, caches: Sequence[Any]) -> str:
-        stepwise = stepwise_classes(caches)
-        if stepwise:
-            return self._step_through(f"{' and '.join(stepwise)} can only be put back to where a forward ended")
         if needs_mixers(caches):
             attach_mixers(self._target.model)
         if self.verify == "fast":
@@ -167,6 +165,10 @@ class CertifiedRoutes:
             return BLOCK
         attach_mixers(self._target.model)
         return POSITIONS if certificate.holds(width, POSITIONS) else None
+
+    def demote(self, width: int, caches: Sequence[Any], error: Exception) -> None:
+        """A route failed where the probe had not looked: step through from here on."""
+        self._verdicts[width, quantized_entry(caches)] = self._step_through(str(error))
 
     def _step_through(self, reason: str) -> str:
         self._statistics.note(f"verified one token at a time, which cannot be faster than plain decoding: {reason}")

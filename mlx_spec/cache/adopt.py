@@ -10,25 +10,39 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
-from mlx_spec.cache.append import AppendJournal
+from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
 from mlx_spec.cache.base import AskedMask, Drive, Journal, leaf_class
 from mlx_spec.cache.recurrent import RecurrentJournal
-from mlx_spec.cache.ring import RingJournal
-from mlx_spec.cache.stepwise import StepwiseJournal
+from mlx_spec.cache.ring import BatchRingJournal, RingJournal
+from mlx_spec.cache.stepwise import ChunkedJournal, StepwiseJournal
 from mlx_spec.errors import UnsupportedOption
 
 _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
 
-_KEPT_BY_LENGTH: _Kinds = {KVCache: AppendJournal, QuantizedKVCache: AppendJournal}
-_KEPT_IN_PART: _Kinds = {**_KEPT_BY_LENGTH, RotatingKVCache: RingJournal, ArraysCache: RecurrentJournal}
+_KEPT_BY_LENGTH: _Kinds = {
+    KVCache: AppendJournal,
+    QuantizedKVCache: AppendJournal,
+    BatchKVCache: BatchAppendJournal,
+    ConcatenateKVCache: ConcatenateJournal,
+}
+_KEPT_IN_PART: _Kinds = {
+    **_KEPT_BY_LENGTH,
+    RotatingKVCache: RingJournal,
+    ArraysCache: RecurrentJournal,
+    BatchRotatingKVCache: BatchRingJournal,
+    ChunkedKVCache: ChunkedJournal,
+}
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
 _RINGS = (RotatingKVCache, BatchRotatingKVCache)
@@ -75,7 +89,7 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
     masks: dict[int, AskedMask] = {}
     for journal in journals.values():
         journal.masks = masks
-        journal.by_position = drive is Drive.POSITIONS or isinstance(journal, RingJournal)
+        journal.by_position = drive is Drive.POSITIONS or (drive is Drive.BLOCK and journal.wants_positions)
     return [_handed(cache, journals) for cache in caches], list(journals.values())
 
 
@@ -91,12 +105,7 @@ def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
 
 def needs_mixers(caches: Sequence[Any]) -> bool:
     """Whether some cache can keep part of a block only with the help of its token mixer."""
-    return any(type(cache) in _KEPT_IN_PART.keys() - _KEPT_BY_LENGTH.keys() for cache in leaves(caches))
-
-
-def stepwise_classes(caches: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the cache classes a block cannot be undone in, sorted; empty when every cache keeps by length."""
-    return tuple(sorted({type(cache).__name__ for cache in leaves(caches) if type(cache) not in _KEPT_IN_PART}))
+    return any(type(cache) not in _KEPT_BY_LENGTH for cache in leaves(caches))
 
 
 def tokens_held(caches: Sequence[Any]) -> int:

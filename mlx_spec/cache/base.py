@@ -49,13 +49,24 @@ class Journal(abc.ABC):
         leaf: what the model is handed in place of the cache: an instance of a subclass of the cache's own class.
         width: tokens the round may append at most.
         by_position: the token mixer that reads this cache must take the block one position at a time.
+        wants_positions: only then can part of a block be kept.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
 
     leaf: Any
     width: int
     by_position: bool = False
+    wants_positions: bool = False
     masks: dict[int, AskedMask]
+
+    @property
+    def lost(self) -> int:
+        """Rows dropped from the front of the cache since the round began; only some windows drop any."""
+        return 0
+
+    def before_position(self, position: int) -> None:
+        """The token mixer is about to take this position of the block on its own."""
+        del position
 
     def tape(self, replay: Callable[[int], None], nbytes: int) -> None:
         """Offer a way to run the round's inputs again, and the bytes they hold. Most caches need none."""
@@ -125,6 +136,11 @@ def make_leaf(cache_object: Any, journal: Journal, methods: tuple[tuple[str, Cal
     leaf.__dict__ = cache_object.__dict__
     leaf.journal = journal
     return leaf
+
+
+def per_row(retained: Sequence[int], rows: int) -> list[int]:
+    """One count for each row, given one for all or one each."""
+    return list(retained) * rows if len(retained) == 1 else list(retained)
 
 
 def uniform(retained: Sequence[int], what: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, uniform
-from mlx_spec.cache.stepwise import Snapshot
+from mlx_spec.cache.stepwise import Snapshot, StepwiseJournal
 from mlx_spec.errors import TransactionError
 
 
@@ -69,6 +69,8 @@ class RingJournal(Journal):
     The log needs writes of one token, as attention over a ring needs them anyway: a row must be
     attended before the write that replaces it. A write of several tokens is kept or undone whole.
     """
+
+    wants_positions = True
 
     def __init__(self, cache: Any, width: int) -> None:
         self._cache = cache
@@ -176,6 +178,28 @@ class RingJournal(Journal):
                 keys, values = (mx.zeros_like(array) for array in self._written[0])
             cache.keys[..., slot : slot + 1, :] = keys
             cache.values[..., slot : slot + 1, :] = values
+
+
+class BatchRingJournal(StepwiseJournal):
+    """A ring of several rows: one handle per position; rows that keep different counts are taken apart and merged."""
+
+    def plan(self, retained: Sequence[int]) -> Apply:
+        if len(set(retained)) == 1:
+            return super().plan(retained)
+        for count in set(retained):
+            super().plan([count])
+        return lambda: self._keep_ragged(list(retained))
+
+    def _keep_ragged(self, counts: list[int]) -> None:
+        cache = self._cache
+        self._steps[self.width] = Snapshot(cache)
+        rows = []
+        for row, count in enumerate(counts):
+            self._steps[count].restore()
+            rows.append(cache.extract(row))
+        merged = type(cache).merge(rows)
+        cache.__dict__.clear()
+        cache.__dict__.update(merged.__dict__)
 
 
 def _update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:

@@ -84,6 +84,8 @@ class StepwiseJournal(Journal):
         _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
     """
 
+    wants_positions = True
+
     def __init__(self, cache: Any, width: int) -> None:
         self._cache = cache
         self._steps = {0: Snapshot(cache)}
@@ -96,6 +98,10 @@ class StepwiseJournal(Journal):
         if position < self.width:
             self._steps[position] = Snapshot(self._cache)
         self._position = position
+
+    def before_position(self, position: int) -> None:
+        if position:
+            self.mark(position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
@@ -115,3 +121,21 @@ class StepwiseJournal(Journal):
     @property
     def nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
+
+
+class ChunkedJournal(StepwiseJournal):
+    """A window that the model itself trims at the front before every forward, hence before every position."""
+
+    _start = 0
+
+    @property
+    def lost(self) -> int:
+        return int(self._cache.start_position - self._start)
+
+    def before_position(self, position: int) -> None:
+        super().before_position(position)
+        if position:
+            self._cache.maybe_trim_front()
+        else:
+            # The model has trimmed for the block by now, and made its masks from here on.
+            self._start = self._cache.start_position

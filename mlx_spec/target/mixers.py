@@ -19,6 +19,7 @@ from mlx import nn
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.errors import CannotMix
 
 _swap_lock = threading.Lock()
 
@@ -68,7 +69,8 @@ class Mix:
         self._call = call
         self._args = args
         self._keywords = keywords
-        self._leaves = [value for value in (*args, *keywords.values()) if is_leaf(value)]
+        leaves = [value for value in (*args, *keywords.values()) if is_leaf(value)]
+        self._journals = [journal for leaf in leaves for journal in journals_of(leaf)]
         given = (*args, *keywords.values())
         inputs = next((value for value in given if isinstance(value, mx.array) and value.ndim >= 3), None)
         self._inputs = inputs
@@ -76,7 +78,7 @@ class Mix:
 
     def run(self) -> Any:
         """The stock call, or the same position by position; recurrent caches get a tape."""
-        journals = [journal for leaf in self._leaves for journal in journals_of(leaf)]
+        journals = self._journals
         if not journals or self.width < 2 or self.width > journals[0].width:
             return self._call(*self._args, **self._keywords)
         positions = any(journal.by_position for journal in journals)
@@ -93,8 +95,14 @@ class Mix:
     def _positions(self, count: int) -> Any:
         outputs = []
         for position in range(count):
+            for journal in self._journals:
+                journal.before_position(position)
             args, keywords = self._cut(position, position + 1)
-            outputs.append(self._call(*args, **keywords))
+            try:
+                outputs.append(self._call(*args, **keywords))
+            except (ValueError, TypeError, IndexError) as error:
+                # What mlx raises when shapes do not fit: the mixer wants something per position that is not known here.
+                raise CannotMix(f"position {position} of a block: {error}") from error
         return _join(outputs)
 
     def _cut(self, start: int, stop: int) -> tuple[list[Any], dict[str, Any]]:
@@ -110,15 +118,16 @@ class Mix:
             return tuple(self._at(item, start, stop) for item in value)
         if not isinstance(value, mx.array):
             return value
-        if self._leaves:
-            for journal in journals_of(self._leaves[0]):
-                asked = journal.masks.get(id(value))
-                if asked is not None:
-                    return journal.leaf.make_mask(stop - start, *asked.args, **asked.keywords)
-        if value.ndim >= 2 and value.shape[1] == self.width:
+        for journal in self._journals:
+            asked = journal.masks.get(id(value))
+            if asked is not None:
+                return journal.leaf.make_mask(stop - start, *asked.args, **asked.keywords)
+        if value.ndim >= 3 and value.shape[1] == self.width:
             return value[:, start:stop]
         if value.ndim >= 2 and value.shape[-2] == self.width:
-            return value[..., start:stop, :]
+            # A mask made by the model itself: one row per query, its columns ending with the block's last key.
+            lost = self._journals[0].lost if self._journals else 0
+            return value[..., start:stop, lost : value.shape[-1] - (self.width - stop)]
         return value
 
 
