@@ -93,17 +93,20 @@ class Certificate:
     def _step_to(self, model: Any, width: int) -> None:
         """One-token forwards until there are `width` of them, from the prompt's end on."""
         if not self._step_caches:
-            self._step_caches = new_caches(model)
-            prompt = model(_probe_ids(0, _PROBE_PROMPT_TOKENS), cache=self._step_caches)
+            caches = new_caches(model)
+            prompt = model(_probe_ids(0, _PROBE_PROMPT_TOKENS), cache=caches)
             if self.quantized is not None:
                 bits, group_size = self.quantized
-                KVQuantization(bits, group_size, start=0).convert(self._step_caches)
-            mx.eval(prompt, cache_arrays(self._step_caches))
-            self._prompt_caches = copy.deepcopy(self._step_caches)
+                KVQuantization(bits, group_size, start=0).convert(caches)
+            mx.eval(prompt, cache_arrays(caches))
+            self._step_caches, self._prompt_caches = caches, copy.deepcopy(caches)
         while len(self._steps) < width:
             ids = _probe_ids(_PROBE_PROMPT_TOKENS + len(self._steps), 1)
-            logits = model(ids, cache=self._step_caches)
-            mx.eval(logits, cache_arrays(self._step_caches))
+            # A step that fails must leave the caches where the steps noted so far end.
+            with SpeculativeCacheTransaction(self._step_caches, 1) as tx:
+                logits = model(ids, cache=tx.caches)
+                mx.eval(logits, cache_arrays(self._step_caches))
+                tx.commit(1)
             self._steps.append(logits[:, 0])
 
 

@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
-from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
+from mlx_spec.errors import InvalidRequest, MlxSpecError, UnknownDrafter, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.pairing import load, load_drafter
 from mlx_spec.stats import Statistics
@@ -182,18 +182,32 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
         metadata = _read_prompt_cache(args)[1]
         tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
         model_path = _same_model(model_path, metadata.get("model"))
-    draft_model = args.draft_model
+    draft_model = _draft_source(args, demo=model_path is None)
     if model_path is None:
         model_path = str(demo_target_path(progress=_say))
-        if draft_model is None and args.draft_kind in (None, "eagle3"):
-            draft_model = str(demo_drafter_path())
     model, tokenizer = load(model_path, adapter_path=args.adapter_path, tokenizer_config=tokenizer_config)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     drafter = None
-    if draft_model is not None or args.draft_kind is not None:
-        drafter = load_drafter(draft_model or args.draft_kind, target=model, kind=args.draft_kind)
+    if draft_model is not None:
+        drafter = load_drafter(draft_model, target=model, kind=args.draft_kind)
     return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args), drafter
+
+
+def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:
+    """What to load the drafter from, or None for plain decoding."""
+    kind = args.draft_kind
+    if kind is not None and kind not in KNOWN_DRAFTER_KINDS:
+        raise UnknownDrafter(f"unknown --draft-kind {kind!r}. Known kinds: {', '.join(KNOWN_DRAFTER_KINDS)}.")
+    if args.draft_model is not None:
+        return str(args.draft_model)
+    if kind == "ngram":
+        return "ngram"
+    if demo and kind in (None, "eagle3"):
+        return str(demo_drafter_path())
+    if kind is not None:
+        raise InvalidRequest(f"--draft-kind {kind} needs --draft-model, the path or hub id of such a drafter.")
+    return None
 
 
 def _read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:

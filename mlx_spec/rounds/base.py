@@ -66,13 +66,17 @@ class DraftedLoop(RoundLoop):
             proposals = self._state.propose([bonus], count)
             self._check(proposals, count)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._state.abort()
             self._statistics.drafter_failed(error, "its round went on without proposals")
+            self._abort()
             return None
         return proposals.astype(mx.int32) if proposals.shape[1] else None
 
     def arrays(self) -> list[mx.array]:
-        return self._state.arrays() if self._able else []
+        try:
+            return self._state.arrays() if self._able else []
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
+            return []
 
     def _follow(self, read: Callable[[Rows, Any], None], ids: Rows, hidden: mx.array | None) -> None:
         """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
@@ -81,9 +85,18 @@ class DraftedLoop(RoundLoop):
         try:
             read(ids, self.shown(hidden))
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._able = False
+            self._give_up(error)
+            self._abort()
+
+    def _give_up(self, error: Exception) -> None:
+        self._able = False
+        self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
+
+    def _abort(self) -> None:
+        try:
             self._state.abort()
-            self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
 
     @abc.abstractmethod
     def shown(self, hidden: mx.array | None) -> mx.array | None:

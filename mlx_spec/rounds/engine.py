@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
@@ -18,6 +18,7 @@ from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.rounds.walks import Block, Token, Walk, open_walk
+from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.schedule import FixedWidth
 from mlx_spec.target.model import Target, TargetOutput
 
@@ -56,6 +57,7 @@ class OpenRound:
         out: the verify inputs that are part of the text for good: the bonus once it was handed out
             (or belongs to the prompt), then every accepted proposal handed out. They stay in the cache
             however the run ends.
+        key: [2] the random state before the round; None when the sampler draws nothing.
         reads_prompt: its bonus is the prompt's last token.
         stage_ms: host milliseconds per stage.
     """
@@ -66,6 +68,7 @@ class OpenRound:
     walk: Walk
     route: str
     stage_ms: dict[str, float]
+    key: mx.array | None
     out: list[int] = field(default_factory=list)
     reads_prompt: bool = False
 
@@ -198,6 +201,7 @@ class Engine:
         request = self._request
         stage_ms: dict[str, float] = {}
         clock = _Clock(stage_ms)
+        key = random_key() if request.sampling.draws else None
         proposals = self._loop.propose(bonus_id, width - 1) if bonus_id is not None and width > 1 else None
         clock.lap("propose")
         inputs = self._merge(bonus, proposals)
@@ -212,10 +216,10 @@ class Engine:
             mx.async_eval(*walk.pending(), *hidden, *self._loop.arrays())
             clock.lap("verify")
         except BaseException:
-            tx.abort()
+            self._undo(tx, key)
             raise
         request.vocab_size = output.logits.shape[-1]
-        self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms)
+        self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms, key=key)
         return self._open
 
     def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, str]:
@@ -234,6 +238,13 @@ class Engine:
         except BaseException:
             tx.abort()
             raise
+
+    @staticmethod
+    def _undo(tx: SpeculativeCacheTransaction, key: mx.array | None) -> None:
+        """Nothing of a round is out: put back the caches and the random state."""
+        tx.abort()
+        if key is not None:
+            rewind_random_state(cast(list[int], key.tolist()))
 
     def _merge(self, bonus: mx.array, proposals: mx.array | None) -> mx.array:
         """[1, W] the verify inputs. Ids outside the vocabulary are clamped: the model must be able to embed them."""
@@ -326,7 +337,7 @@ class Engine:
                     self._close(current)
                 else:
                     self._open = None
-                    current.tx.abort()
+                    self._undo(current.tx, current.key)
             if len(current.out) > 1:
                 self._count(current)
         if self._request.keeps_caches:
