@@ -167,6 +167,16 @@ class KVQuantization:
         return any(old is not new for old, new in zip(before, caches, strict=True))
 
 
+def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """What the caches' future reads can see: rows up to the length where a length counts, else everything."""
+    arrays: list[mx.array] = []
+    for cache in leaves(caches):
+        by_length = type(cache) in _KEPT_BY_LENGTH and cache.keys is not None
+        state = cache.keys_and_values() if by_length else cache.state
+        arrays.extend(array for _, array in tree_flatten(state) if isinstance(array, mx.array))
+    return arrays
+
+
 def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """Every array in the caches' state, for evaluation."""
     return [array for cache in leaves(caches) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
