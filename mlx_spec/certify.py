@@ -56,7 +56,7 @@ class Certificate:
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
 
-    def holds(self, width: int, route: str) -> bool:
+    def holds(self, width: int, route: str = BLOCK) -> bool:
         """Whether a block of `width` tokens equals as many one-token forwards, bit for bit, by this route.
 
         Cost:

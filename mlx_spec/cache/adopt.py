@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
-from mlx_spec.cache.base import AskedMask, Drive, Journal, leaf_class
+from mlx_spec.cache.base import AskedMask, Drive, Journal, make_nest
 from mlx_spec.cache.recurrent import RecurrentJournal
 from mlx_spec.cache.ring import BatchRingJournal, RingJournal
 from mlx_spec.cache.stepwise import ChunkedJournal, StepwiseJournal
@@ -90,17 +90,16 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
     for journal in journals.values():
         journal.masks = masks
         journal.by_position = drive is Drive.POSITIONS or (drive is Drive.BLOCK and journal.wants_positions)
-    return [_handed(cache, journals) for cache in caches], list(journals.values())
+    made = {key: journal.make_leaf() for key, journal in journals.items()}
+    return [_handed(cache, made) for cache in caches], list(journals.values())
 
 
-def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
+def _handed(cache: Any, made: dict[int, Any]) -> Any:
     if cache is None:
         return None
-    if not isinstance(cache, CacheList):
-        return journals[id(cache)].leaf
-    nest = object.__new__(leaf_class(type(cache)))  # type: ignore[arg-type]
-    nest.__dict__ = {**cache.__dict__, "caches": tuple(_handed(child, journals) for child in cache.caches)}
-    return nest
+    if isinstance(cache, CacheList):
+        return make_nest(cache, tuple(_handed(member, made) for member in cache.caches))
+    return made[id(cache)]
 
 
 def needs_mixers(caches: Sequence[Any]) -> bool:

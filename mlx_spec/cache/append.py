@@ -6,8 +6,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, per_row, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, per_row, uniform
 from mlx_spec.errors import TransactionError
+
+
+def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
+    self.journal.admit(keys.shape[2])
+    return super(type(self), self).update_and_fetch(keys, values)
 
 
 class AppendJournal(Journal):
@@ -17,12 +22,12 @@ class AppendJournal(Journal):
     copy the whole buffer. Rows past the length are nobody's business, so keeping a prefix is one assignment.
     """
 
+    methods = (("update_and_fetch", _update_and_fetch),)
+
     def __init__(self, cache: Any, width: int) -> None:
-        self._cache = cache
+        super().__init__(cache, width)
         self._base = self.length
         self._appended = 0
-        self.width = width
-        self.leaf = make_leaf(cache, self, _METHODS)
 
     @property
     def length(self) -> int:
@@ -31,6 +36,7 @@ class AppendJournal(Journal):
 
     def admit(self, tokens: int) -> None:
         """Refuse tokens beyond the round's width, before anything is written."""
+        self.require_open()
         if self._appended + tokens > self.width:
             raise TransactionError(
                 f"the round was opened for {self.width} tokens and holds {self._appended}; "
@@ -65,10 +71,7 @@ class AppendJournal(Journal):
     def _require_untouched(self) -> None:
         want = self._base + self._appended
         if self.length != want:
-            raise TransactionError(
-                f"the cache was changed outside its open transaction: length {self.length}, expected {want}. "
-                "Abort the transaction and begin again from a cache nobody else writes to."
-            )
+            raise changed_outside(f"length {self.length}, expected {want}")
 
 
 class ConcatenateJournal(AppendJournal):
@@ -122,14 +125,8 @@ class BatchAppendJournal(AppendJournal):
         cache._idx = self._base + longest
         cache.offset = offset + longest
         cache.left_padding = copy.copy(left_padding)
+        if cache._idx == 0:
+            cache.keys = cache.values = None
         if min(counts) < longest:
             cache.prepare(right_padding=[longest - count for count in counts])
             cache.finalize()
-
-
-def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
-    self.journal.admit(keys.shape[2])
-    return super(type(self), self).update_and_fetch(keys, values)
-
-
-_METHODS = (("update_and_fetch", _update_and_fetch),)

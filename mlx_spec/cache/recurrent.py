@@ -42,8 +42,13 @@ class RecurrentJournal(StepwiseJournal):
             return lambda: self._keep_ragged(list(retained))
         count = uniform(retained, type(self._cache).__name__)
         if self._tapes and 0 < count < self.width:
+            self._require_untouched()
             return lambda: self._replay(count)
         return super().plan(retained)
+
+    def close(self) -> None:
+        super().close()
+        self._tapes = []
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, uniform
 from mlx_spec.cache.stepwise import Snapshot, StepwiseJournal
 from mlx_spec.errors import TransactionError
 
@@ -63,6 +63,11 @@ class RingPath:
         return slot if slot < self._cache.keep else slot + self.trimmed
 
 
+def _update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+    self.journal.admit(keys, values)
+    return super(type(self), self).update_and_fetch(keys, values)
+
+
 class RingJournal(Journal):
     """An undo log: the rows a round will overwrite, copied before it, and the rows it writes.
 
@@ -70,19 +75,18 @@ class RingJournal(Journal):
     attended before the write that replaces it. A write of several tokens is kept or undone whole.
     """
 
+    methods = (("update_and_fetch", _update_and_fetch),)
     wants_positions = True
 
     def __init__(self, cache: Any, width: int) -> None:
-        self._cache = cache
+        super().__init__(cache, width)
         self._path = RingPath(cache, width)
         self._written: list[tuple[mx.array, mx.array]] = []
         self._whole: Snapshot | None = None
         self._appended = 0
-        self.width = width
         # A cut makes new buffers, so holding the old ones costs no copy.
         self._uncut = (copy.copy(cache.keys), copy.copy(cache.values)) if self._path.trimmed else None
         self._saved = self._save()
-        self.leaf = make_leaf(cache, self, _METHODS)
 
     def _save(self) -> dict[int, int]:
         """Copy the rows to be overwritten. Maps a slot to its place in the copies."""
@@ -99,17 +103,13 @@ class RingJournal(Journal):
     def admit(self, keys: mx.array, values: mx.array) -> None:
         """Note a write before it is made."""
         tokens = keys.shape[2]
+        self.require_open()
         if self._appended + tokens > self.width:
             raise TransactionError(
                 f"the round was opened for {self.width} tokens and holds {self._appended}; "
                 f"{tokens} more do not fit. Open the transaction with the width you verify."
             )
-        want = self._path.places[0].offset + self._appended
-        if self._cache.offset != want:
-            raise TransactionError(
-                f"the cache was changed outside its open transaction: length {self._cache.offset}, expected {want}. "
-                "Abort the transaction and begin again from a cache nobody else writes to."
-            )
+        self._require_untouched()
         if tokens > 1 and self._whole is None:
             if self._appended:
                 raise TransactionError(
@@ -120,11 +120,17 @@ class RingJournal(Journal):
         self._appended += tokens
         self._written.append((keys, values))
 
+    def _require_untouched(self) -> None:
+        want = self._path.places[0].offset + self._appended
+        if self._cache.offset != want:
+            raise changed_outside(f"length {self._cache.offset}, expected {want}")
+
     def mark(self, position: int) -> None:
         del position
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
+        self._require_untouched()
         if self._appended == 0 or count == self._appended:
             return kept_whole
         if count > self._appended:
@@ -200,11 +206,3 @@ class BatchRingJournal(StepwiseJournal):
         merged = type(cache).merge(rows)
         cache.__dict__.clear()
         cache.__dict__.update(merged.__dict__)
-
-
-def _update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
-    self.journal.admit(keys, values)
-    return super(type(self), self).update_and_fetch(keys, values)
-
-
-_METHODS = (("update_and_fetch", _update_and_fetch),)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.cache.base import Apply, Journal, kept_whole, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, uniform
 from mlx_spec.errors import TransactionError
 
 _FOREIGN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, mx.Dtype)
@@ -77,6 +77,37 @@ def _fresh(value: Any, handles: dict[int, mx.array]) -> Any:
     return handles[id(value)]
 
 
+def fingerprint(root: Any) -> list[Any]:
+    """The scalars of an object graph and the identities of its arrays, in order."""
+    found: list[Any] = []
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, mx.array):
+            found.append(_Same(value))
+        elif isinstance(value, int | float | str | None):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+        elif isinstance(value, dict) and not isinstance(value, nn.Module):
+            pending.extend(value.values())
+        elif hasattr(value, "__dict__") and not isinstance(value, _FOREIGN):
+            pending.append(value.__dict__)
+    return found
+
+
+class _Same:
+    """Equal to what holds the same Python object. Holding the object makes no second handle on its buffer."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._array is self._array
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class StepwiseJournal(Journal):
     """Keeps one snapshot per step; a prefix can be kept only if it ends at a marked step.
 
@@ -87,13 +118,16 @@ class StepwiseJournal(Journal):
     wants_positions = True
 
     def __init__(self, cache: Any, width: int) -> None:
-        self._cache = cache
+        super().__init__(cache, width)
         self._steps = {0: Snapshot(cache)}
         self._position = 0
-        self.width = width
-        self.leaf = make_leaf(cache, self)
+        self._marked: list[Any] = []
 
     def mark(self, position: int) -> None:
+        self._take(position)
+        self._marked = fingerprint(self._cache)
+
+    def _take(self, position: int) -> None:
         # The last step needs no handle: keeping the whole round leaves the cache as it stands.
         if position < self.width:
             self._steps[position] = Snapshot(self._cache)
@@ -101,10 +135,11 @@ class StepwiseJournal(Journal):
 
     def before_position(self, position: int) -> None:
         if position:
-            self.mark(position)
+            self._take(position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
+        self._require_untouched()
         if count == (self._position or self.width):
             return kept_whole
         if count not in self._steps:
@@ -117,6 +152,12 @@ class StepwiseJournal(Journal):
 
     def restore(self) -> None:
         self._steps[0].restore()
+
+    def _require_untouched(self) -> None:
+        """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
+        now = fingerprint(self._cache) if self._marked else []
+        if now != self._marked:
+            raise changed_outside("its fields are not those of the last marked step")
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,361 @@
+"""A block is taken only where it was seen to equal one-token decode, on this machine and for this model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec import generate_step
+from mlx_spec.certify import Certificate, CertifiedRoutes, certificate_for
+from mlx_spec.errors import CannotMix
+from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
+from mlx_spec.stats import Statistics
+from mlx_spec.target.model import Target
+from tests.oracle import rng_key
+from tests.scripted import RightDrafter
+from tests.tiny import MIXES, PROMPT, VOCAB
+
+ON_CPU = mx.default_device().type == mx.cpu
+on_cpu = pytest.mark.skipif(not ON_CPU, reason="only the CPU is certified")
+
+WIDTHS = (2, 3, 5, 8)
+
+
+@contextmanager
+def acting(model: Any, act: Callable[[mx.array, mx.array], mx.array]) -> Iterator[None]:
+    """Let `act(tokens, logits)` change what every forward of the model puts out."""
+    own = type(model)
+
+    def call(self: Any, tokens: mx.array, cache: Any = None) -> mx.array:
+        return act(tokens, own.__call__(self, tokens, cache=cache))
+
+    model.__class__ = type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__})
+    try:
+        yield
+    finally:
+        model.__class__ = own
+
+
+class Forwards:
+    """Widths of the forwards made, in order."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.widths.append(tokens.shape[1])
+        return logits
+
+
+def fresh_model(name: str = "dense") -> Any:
+    """A model that no other test has had certified."""
+    model = MIXES[name].build()
+    mx.eval(model.parameters())
+    return model
+
+
+def position_by_position(model: Any) -> Callable[..., mx.array]:
+    """A forward whose blocks equal single steps by the way it is made."""
+
+    def forward(tokens: mx.array, cache: Any) -> mx.array:
+        steps = [model(tokens[:, i : i + 1], cache=cache) for i in range(tokens.shape[1])]
+        return mx.concatenate(steps, axis=1)
+
+    return forward
+
+
+class Stepping:
+    """A model that reads every block one token at a time, plus a change to one logit of chosen blocks."""
+
+    def __init__(self, changes: Callable[[int], int | None] = lambda width: None) -> None:
+        self.inner = fresh_model()
+        self.layers = self.inner.layers
+        self.changes = changes
+
+    def modules(self) -> list[Any]:
+        return self.inner.modules()
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits = position_by_position(self.inner)(tokens, cache)
+        position = self.changes(tokens.shape[1])
+        if position is not None:
+            raw = logits.view(mx.uint32)
+            raw[:, position, 50] += 1
+            logits = raw.view(mx.float32)
+        return logits
+
+
+def routes(model: Any, verify: Any = "exact") -> tuple[CertifiedRoutes, Statistics]:
+    statistics = Statistics()
+    return CertifiedRoutes(Target(model), verify, statistics), statistics
+
+
+# What is certified
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["dense", "dense_qk_norm", "dense_4bit_weights"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_dense_models_are_certified_on_this_backend(name: str, dtype: mx.Dtype) -> None:
+    certificate = certificate_for(MIXES[name].model(dtype), None)
+    assert [width for width in WIDTHS if not certificate.holds(width)] == []
+
+
+@on_cpu
+@pytest.mark.parametrize("entry", [(8, 64), (4, 32)], ids=str)
+def test_dense_models_are_certified_with_quantized_caches_too(entry: tuple[int, int]) -> None:
+    certificate = certificate_for(MIXES["quantized_from_0"].model(), entry)
+    assert [width for width in WIDTHS if not certificate.holds(width)] == []
+
+
+@on_cpu
+def test_a_model_with_another_formula_for_one_token_is_not_certified() -> None:
+    """Multi-head latent attention has a branch of its own for a single token."""
+    certificate = certificate_for(MIXES["mla_moe"].model(), None)
+    assert [width for width in WIDTHS if certificate.holds(width)] == []
+
+
+def test_a_model_whose_blocks_are_steps_by_construction_is_certified() -> None:
+    model = Stepping()
+    certificate = Certificate(model, None)
+    assert all(certificate.holds(width) for width in (2, 3, 8))
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_one_bit_at_one_position_is_enough_to_refuse_a_width(position: int) -> None:
+    model = Stepping(lambda width: position if width == 4 else None)
+    certificate = Certificate(model, None)
+    assert {width: certificate.holds(width) for width in (2, 3, 4, 5)} == {2: True, 3: True, 4: False, 5: True}
+
+
+@pytest.mark.parametrize("order", [(2, 8, 5), (8, 5, 2), (5, 5, 2, 8)], ids=str)
+def test_widths_may_be_asked_for_in_any_order(order: tuple[int, ...]) -> None:
+    model = Stepping(lambda width: 1 if width == 5 else None)
+    certificate = Certificate(model, None)
+    for width in order:
+        assert certificate.holds(width) == (width != 5)
+
+
+# What it costs
+
+
+def test_a_width_is_tried_once_and_steps_are_shared_between_widths() -> None:
+    model, forwards = fresh_model(), Forwards()
+    with acting(model, forwards):
+        certificate = Certificate(model, None)
+        for width in (3, 3, 5, 3, 2):
+            certificate.holds(width)
+    prompt, *rest = forwards.widths
+    assert prompt > 1
+    assert sorted(width for width in rest if width > 1) == [2, 3, 5]
+    assert rest.count(1) == 5
+
+
+def test_the_second_request_makes_no_forward_more_than_it_needs() -> None:
+    mix = MIXES["dense"]
+    ids = mix.oracle().ids
+    model, forwards = mix.model(), Forwards()
+    counts = []
+    for _ in range(3):
+        forwards.widths.clear()
+        statistics = Statistics()
+        with acting(model, forwards):
+            steps = generate_step(
+                mx.array(PROMPT),
+                model,
+                draft_model=RightDrafter(ids, VOCAB),
+                draft_block_size=7,
+                max_tokens=15,
+                statistics=statistics,
+            )
+            assert [token for token, _ in steps] == list(ids[:15])
+        counts.append((len(forwards.widths), statistics.rounds))
+    prefill = 1
+    assert counts[1] == counts[2] == (prefill + counts[1][1], counts[1][1])
+
+
+def test_trying_moves_neither_the_random_state_nor_the_models_classes() -> None:
+    model = fresh_model()
+    before, classes = rng_key(), [type(module) for module in model.modules()]
+    certificate_for(model, None).holds(4)
+    assert rng_key() == before
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_threads_that_ask_at_once_get_one_trial() -> None:
+    model, forwards, got = fresh_model(), Forwards(), []
+    barrier = threading.Barrier(4)
+
+    def ask() -> None:
+        with mx.stream(mx.new_stream(mx.default_device())):
+            barrier.wait()
+            got.append(certificate_for(model, None).holds(4))
+        mx.clear_streams()
+
+    with acting(model, forwards):
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(got) == 4
+    assert len(set(got)) == 1
+    assert forwards.widths.count(4) == 1
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_trial_that_was_interrupted_is_begun_again(at: int) -> None:
+    """Forward 0 reads the prompt, 1..4 are single steps, 5 is the block."""
+    model = fresh_model()
+    left = [at]
+
+    def interrupt(tokens: mx.array, logits: mx.array) -> mx.array:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return logits
+
+    want = Certificate(model, None).holds(4)
+    certificate = Certificate(model, None)
+    with acting(model, interrupt):
+        with pytest.raises(KeyboardInterrupt):
+            certificate.holds(4)
+        assert certificate.holds(4) == want
+
+
+# Whose it is
+
+
+def test_a_model_has_one_certificate_per_kind_of_cache() -> None:
+    first, second = fresh_model(), fresh_model()
+    assert certificate_for(first, None) is certificate_for(first, None)
+    assert certificate_for(first, (8, 64)) is certificate_for(first, (8, 64))
+    different = [certificate_for(first, None), certificate_for(first, (8, 64)), certificate_for(first, (4, 64))]
+    different.append(certificate_for(second, None))
+    assert len(set(map(id, different))) == 4
+
+
+def test_a_certificate_dies_with_its_model_and_keeps_it_alive_no_longer() -> None:
+    model = fresh_model()
+    certificate = certificate_for(model, None)
+    certificate.holds(3)
+    alive = weakref.ref(model)
+    held = weakref.ref(certificate)
+    del model, certificate
+    gc.collect()
+    assert alive() is None
+    assert held() is None
+
+
+# Which way a request goes
+
+
+@on_cpu
+def test_a_certified_width_is_verified_as_a_block_without_a_word() -> None:
+    chosen, statistics = routes(MIXES["dense"].model())
+    assert chosen.route(4, MIXES["dense"].new_cache()) == BLOCK
+    assert statistics.notes == []
+
+
+def test_a_width_that_differs_is_stepped_through_and_said_so() -> None:
+    model = Stepping(lambda width: 0 if width == 3 else None)
+    chosen, statistics = routes(model)
+    caches = MIXES["dense"].new_cache()
+    if ON_CPU:
+        assert chosen.route(2, caches) == BLOCK
+    assert chosen.route(3, caches) == STEP_THROUGH
+    (note,) = statistics.notes
+    assert note.startswith("verified one token at a time, which cannot be faster than plain decoding: ")
+    assert "a block rounds differently from one-token decode" in note or not ON_CPU
+
+
+ROUTE_OF_MIX = {
+    "dense": BLOCK,
+    "quantized_from_0": BLOCK,
+    "sliding": BLOCK,
+    "ring_with_keep": BLOCK,
+    "hybrid": BLOCK,
+    "chunked": BLOCK,
+    "mla_moe": POSITIONS,
+    "mamba2": POSITIONS,
+    "cache_list": POSITIONS,
+}
+"""On a CPU. Windows go position by position in a block in any case."""
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the routes are those of the CPU backend")
+@pytest.mark.parametrize("name", ROUTE_OF_MIX)
+def test_the_cheapest_equal_route_is_taken_without_a_word(name: str) -> None:
+    chosen, statistics = routes(MIXES[name].model())
+    assert chosen.route(4, MIXES[name].new_cache()) == ROUTE_OF_MIX[name]
+    assert statistics.notes == []
+
+
+def test_a_route_that_fails_in_a_round_is_not_taken_again() -> None:
+    chosen, statistics = routes(MIXES["sliding"].model())
+    caches = MIXES["sliding"].new_cache()
+    chosen.demote(4, caches, CannotMix("position 2 of a block: shapes do not fit"))
+    assert chosen.route(4, caches) == STEP_THROUGH
+    assert "position 2 of a block" in statistics.notes[0]
+
+
+def test_bits_hidden_by_half_precision_are_found_in_the_caches() -> None:
+    model = MIXES["mamba2"].model(mx.bfloat16)
+    assert not Certificate(model, None).holds(5, BLOCK)
+
+
+def test_the_fast_way_takes_any_block_untried_and_says_what_that_means() -> None:
+    model, forwards = MIXES["mla_moe"].model(), Forwards()
+    chosen, statistics = routes(model, "fast")
+    with acting(model, forwards):
+        assert [chosen.route(width, MIXES["mla_moe"].new_cache()) for width in (2, 5, 2)] == [BLOCK] * 3
+    assert forwards.widths == []
+    (note,) = statistics.notes
+    assert "may differ from plain decoding where two tokens nearly tie" in note
+
+
+def test_one_token_needs_no_certificate() -> None:
+    for name in ("mla_moe", "sliding"):
+        model, forwards = MIXES[name].model(), Forwards()
+        chosen, statistics = routes(model)
+        with acting(model, forwards):
+            assert chosen.route(1, MIXES[name].new_cache()) == BLOCK
+        assert (forwards.widths, statistics.notes) == ([], [])
+
+
+def test_nothing_is_taken_for_granted_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, forwards = fresh_model(), Forwards()
+    chosen, statistics = routes(model)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    with acting(model, forwards):
+        assert chosen.route(4, MIXES["dense"].new_cache()) == STEP_THROUGH
+    assert forwards.widths == []
+    assert "on this device" in statistics.notes[0]
+
+
+@on_cpu
+def test_time_spent_on_trials_is_counted_once() -> None:
+    model = fresh_model()
+    chosen, statistics = routes(model)
+    chosen.route(6, MIXES["dense"].new_cache())
+    spent = statistics.certify_ms
+    assert spent > 0
+    chosen.route(6, MIXES["dense"].new_cache())
+    assert statistics.certify_ms == spent
+
+
+@on_cpu
+def test_a_cache_that_becomes_quantized_is_judged_anew() -> None:
+    model = MIXES["quantized_from_0"].model()
+    chosen, _ = routes(model)
+    caches = MIXES["quantized_from_0"].new_cache()
+    chosen.route(4, caches)
+    assert chosen.route(4, [cache.to_quantized(64, 8) for cache in caches]) == BLOCK
+    assert certificate_for(model, (8, 64)).holds(4)
