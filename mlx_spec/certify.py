@@ -11,23 +11,36 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import KVQuantization, cache_arrays, new_caches, quantized_entry, stepwise_classes
+from mlx_spec.cache.adopt import (
+    KVQuantization,
+    cache_arrays,
+    needs_mixers,
+    new_caches,
+    quantized_entry,
+    visible_arrays,
+)
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from mlx_spec.errors import CannotMix, TransactionError
+from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
+from mlx_spec.target.mixers import attach as attach_mixers
 from mlx_spec.target.model import Target
 
 Verify = Literal["exact", "fast"]
 
 _PROBE_PROMPT_TOKENS = 9
-_BIT_VIEWS = {2: mx.uint16, 4: mx.uint32}
+_BIT_VIEWS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 class Certificate:
     """What one model was found to do with blocks, for one kind of cache.
 
-    A width is certified when a forward over a block of that many tokens gives every position the very
-    bits of one-token decode, on a probe of the model itself. Each width is tried when it is first needed.
+    A width is certified for a route when, on a probe of the model itself, a forward over a block of that many
+    tokens gives every position the very bits of one-token decode, and the caches left by keeping all of the
+    block, all but one token or a single one hold the very bits that one-token decode leaves. (Logits alone would not
+    do: in half precision their rounding hides what a recurrent state goes on to amplify.) Each width is tried
+    when it is first needed.
 
     Attributes:
         quantized: (bits, group size) of the caches, or None for float ones.
@@ -35,33 +48,48 @@ class Certificate:
 
     def __init__(self, model: Any, quantized: tuple[int, int] | None) -> None:
         self.quantized = quantized
-        self._verdicts: dict[int, bool] = {}
+        self._verdicts: dict[tuple[int, str], bool] = {}
         self._steps: list[mx.array] = []
+        self._states: list[list[mx.array]] = []
         self._step_caches: list[Any] = []
-        self._block_caches: list[Any] = []
+        self._prompt_caches: list[Any] = []
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
 
-    def holds(self, width: int) -> bool:
-        """Whether a block of `width` tokens equals as many one-token forwards, bit for bit.
+    def holds(self, width: int, route: str = BLOCK) -> bool:
+        """Whether a block of `width` tokens equals as many one-token forwards, bit for bit, by this route.
 
         Cost:
-            Once per width: one block forward, and one-token forwards up to the width.
+            Once per width and route: up to three block forwards, and one-token forwards up to the width.
         """
         with self._lock:
-            if width not in self._verdicts:
-                self._verdicts[width] = self._probe(width)
-            return self._verdicts[width]
+            if (width, route) not in self._verdicts:
+                self._verdicts[width, route] = self._probe(width, route)
+            return self._verdicts[width, route]
 
-    def _probe(self, width: int) -> bool:
+    def _probe(self, width: int, route: str) -> bool:
         model = self._model()
         if model is None:
             raise AssertionError("the certified model is gone")
         self._step_to(model, width)
-        with SpeculativeCacheTransaction(self._block_caches, width) as tx:
+        retained = [width] if not needs_mixers(self._prompt_caches) else sorted({1, width - 1, width}, reverse=True)
+        drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
+        try:
+            return all(self._equal_keeping(model, width, count, drive) for count in retained)
+        except (CannotMix, TransactionError):
+            return False
+
+    def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
+        """Compare the block's rows with the steps', and the caches it leaves with those of as many steps."""
+        caches = copy.deepcopy(self._prompt_caches)
+        with SpeculativeCacheTransaction(caches, width, drive=drive) as tx:
             block = model(_probe_ids(_PROBE_PROMPT_TOKENS, width), cache=tx.caches)
-            mx.eval(block, cache_arrays(self._block_caches))
-        return all(_same_bits(block[:, index], step) for index, step in enumerate(self._steps[:width]))
+            mx.eval(block)
+            if not all(_same_bits(block[:, index], step) for index, step in enumerate(self._steps[:width])):
+                return False
+            tx.mark(width)
+            tx.commit(retained)
+        return all(map(_same_bits, visible_arrays(caches), self._states[retained - 1]))
 
     def _step_to(self, model: Any, width: int) -> None:
         """One-token forwards until there are `width` of them, from the prompt's end on."""
@@ -72,7 +100,7 @@ class Certificate:
                 bits, group_size = self.quantized
                 KVQuantization(bits, group_size, start=0).convert(caches)
             mx.eval(prompt, cache_arrays(caches))
-            self._step_caches, self._block_caches = caches, copy.deepcopy(caches)
+            self._step_caches, self._prompt_caches = caches, copy.deepcopy(caches)
         while len(self._steps) < width:
             ids = _probe_ids(_PROBE_PROMPT_TOKENS + len(self._steps), 1)
             # A step that fails must leave the caches where the steps noted so far end.
@@ -81,6 +109,8 @@ class Certificate:
                 mx.eval(logits, cache_arrays(self._step_caches))
                 tx.commit(1)
             self._steps.append(logits[:, 0])
+            self._states.append([mx.contiguous(array) for array in visible_arrays(self._step_caches)])
+            mx.eval(self._states[-1])
 
 
 _certificates: dict[tuple[int, tuple[int, int] | None], Certificate] = {}
@@ -111,7 +141,7 @@ class CertifiedRoutes:
         self.verify = verify
 
     def route(self, width: int, caches: Sequence[Any]) -> str:
-        """BLOCK or STEP_THROUGH for a verify call of `width` tokens on these caches."""
+        """BLOCK, POSITIONS or STEP_THROUGH for a verify call of `width` tokens on these caches."""
         if width == 1:
             return BLOCK
         key = (width, quantized_entry(caches))
@@ -120,20 +150,31 @@ class CertifiedRoutes:
         return self._verdicts[key]
 
     def _decide(self, width: int, caches: Sequence[Any]) -> str:
-        stepwise = stepwise_classes(caches)
-        if stepwise:
-            return self._step_through(f"{' and '.join(stepwise)} can only be put back to where a forward ended")
+        if needs_mixers(caches):
+            attach_mixers(self._target.model)
         if self.verify == "fast":
             self._statistics.note("verify=fast: the text may differ from plain decoding where two tokens nearly tie")
             return BLOCK
         if mx.default_device() != mx.Device(mx.cpu):
             return self._step_through("on this device no block has been shown equal to one-token decode")
         started = time.perf_counter()
-        equal = certificate_for(self._target.model, quantized_entry(caches)).holds(width)
+        certificate = certificate_for(self._target.model, quantized_entry(caches))
+        route = self._certified(certificate, width)
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
-        if equal:
+        if route is None:
+            return self._step_through("on this machine a block rounds differently from one-token decode")
+        return route
+
+    def _certified(self, certificate: Certificate, width: int) -> str | None:
+        """The cheapest route found equal, or None."""
+        if certificate.holds(width, BLOCK):
             return BLOCK
-        return self._step_through("on this machine a block rounds differently from one-token decode")
+        attach_mixers(self._target.model)
+        return POSITIONS if certificate.holds(width, POSITIONS) else None
+
+    def demote(self, width: int, caches: Sequence[Any], error: Exception) -> None:
+        """A route failed where the probe had not looked: step through from here on."""
+        self._verdicts[width, quantized_entry(caches)] = self._step_through(str(error))
 
     def _step_through(self, reason: str) -> str:
         self._statistics.note(f"verified one token at a time, which cannot be faster than plain decoding: {reason}")
@@ -147,4 +188,6 @@ def _probe_ids(start: int, count: int) -> mx.array:
 
 def _same_bits(a: mx.array, b: mx.array) -> bool:
     bits = _BIT_VIEWS[a.dtype.size]
-    return a.dtype == b.dtype and bool(mx.array_equal(a.view(bits), b.view(bits)).item())
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(mx.array_equal(mx.contiguous(a).view(bits), mx.contiguous(b).view(bits)).item())

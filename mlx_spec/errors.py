@@ -37,6 +37,10 @@ class TransactionError(MlxSpecError, RuntimeError):
     """A cache transaction was used out of order or out of range. It is still open and can be aborted."""
 
 
+class CannotMix(MlxSpecError, RuntimeError):
+    """A token mixer refused a single position of a block. The round can be aborted and stepped through instead."""
+
+
 class NonFiniteLogits(MlxSpecError, ArithmeticError):
     """The target produced NaN logits. The cache holds the prompt and the tokens handed out before it.
 

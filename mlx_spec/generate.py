@@ -154,7 +154,8 @@ def is_pure(function: Callable[..., Any]) -> bool:
 
     True for what mlx-lm's `make_sampler` and `make_logits_processors` make.
     """
-    return isinstance(function, FunctionType) and function.__module__ == sample_utils.__name__
+    # The code object tells where a function was written; a wrapper can carry over everything else.
+    return isinstance(function, FunctionType) and function.__code__.co_filename == sample_utils.__file__
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -55,6 +55,7 @@ class Statistics:
 
     def note(self, sentence: str) -> None:
         """Write a fallback or caveat into the ledger, once."""
+        sentence = " ".join(sentence.split())
         if sentence not in self.notes:
             self.notes.append(sentence)
 

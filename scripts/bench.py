@@ -1,6 +1,7 @@
 """Speed of the demo pair, plain against speculative, interleaved in one process; and the host's share of a round.
 
     .venv/bin/python scripts/bench.py [--prompts N] [--tokens N] [--repeats N] [--json FILE]
+    .venv/bin/python scripts/bench.py --commit
 
 Every figure is a median over interleaved repeats. Ratios are against the faster of mlx-lm's pipelined loop
 and the same loop evaluated synchronously, on the same prompt in the same repeat.
@@ -21,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import commit_costs
 import mlx.core as mx
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models import llama
@@ -249,8 +251,12 @@ def main() -> None:
     flags.add_argument("--tokens", type=int, default=48, help="tokens per run")
     flags.add_argument("--repeats", type=int, default=3)
     flags.add_argument("--rounds", type=int, default=500, help="rounds of the host-time bench")
+    flags.add_argument("--commit", action="store_true", help="what a commit costs per kind of cache, and nothing else")
     flags.add_argument("--json", type=Path, metavar="FILE")
     args = flags.parse_args()
+    if args.commit:
+        commit_costs.report(args.repeats)
+        return
     host = host_ms_per_round(args.rounds)
     bench = PairBench(args.prompts, args.tokens, args.repeats)
     longest = max(len(ids) for _, ids in bench.prompts) + args.tokens

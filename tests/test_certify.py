@@ -14,7 +14,8 @@ import pytest
 
 from mlx_spec import generate_step
 from mlx_spec.certify import Certificate, CertifiedRoutes, certificate_for
-from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from mlx_spec.errors import CannotMix
+from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
 from tests.oracle import rng_key
@@ -77,6 +78,9 @@ class Stepping:
         self.inner = fresh_model()
         self.layers = self.inner.layers
         self.changes = changes
+
+    def modules(self) -> list[Any]:
+        return self.inner.modules()
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         logits = position_by_position(self.inner)(tokens, cache)
@@ -272,32 +276,39 @@ def test_a_width_that_differs_is_stepped_through_and_said_so() -> None:
     assert "a block rounds differently from one-token decode" in note or not ON_CPU
 
 
-@pytest.mark.parametrize(
-    ("name", "classes"),
-    [
-        ("sliding", "RotatingKVCache"),
-        ("ring_with_keep", "RotatingKVCache"),
-        ("hybrid", "ArraysCache"),
-        ("chunked", "ChunkedKVCache"),
-        ("cache_list", "ArraysCache"),
-    ],
-)
-@pytest.mark.parametrize("verify", ["exact", "fast"])
-def test_caches_that_cannot_be_cut_are_stepped_through_untried_and_named(name: str, classes: str, verify: str) -> None:
-    model, forwards = MIXES[name].model(), Forwards()
-    chosen, statistics = routes(model, verify)
-    with acting(model, forwards):
-        assert chosen.route(4, MIXES[name].new_cache()) == STEP_THROUGH
-    assert forwards.widths == []
-    (note,) = statistics.notes
-    assert f"{classes} can only be put back to where a forward ended" in note
+ROUTE_OF_MIX = {
+    "dense": BLOCK,
+    "quantized_from_0": BLOCK,
+    "sliding": BLOCK,
+    "ring_with_keep": BLOCK,
+    "hybrid": BLOCK,
+    "chunked": BLOCK,
+    "mla_moe": POSITIONS,
+    "mamba2": POSITIONS,
+    "cache_list": POSITIONS,
+}
+"""On a CPU. Windows go position by position in a block in any case."""
 
 
-def test_several_such_caches_are_all_named() -> None:
-    chosen, statistics = routes(MIXES["hybrid"].model())
-    caches = [*MIXES["hybrid"].new_cache(), *MIXES["sliding"].new_cache()]
+@pytest.mark.skipif(not ON_CPU, reason="the routes are those of the CPU backend")
+@pytest.mark.parametrize("name", ROUTE_OF_MIX)
+def test_the_cheapest_equal_route_is_taken_without_a_word(name: str) -> None:
+    chosen, statistics = routes(MIXES[name].model())
+    assert chosen.route(4, MIXES[name].new_cache()) == ROUTE_OF_MIX[name]
+    assert statistics.notes == []
+
+
+def test_a_route_that_fails_in_a_round_is_not_taken_again() -> None:
+    chosen, statistics = routes(MIXES["sliding"].model())
+    caches = MIXES["sliding"].new_cache()
+    chosen.demote(4, caches, CannotMix("position 2 of a block: shapes do not fit"))
     assert chosen.route(4, caches) == STEP_THROUGH
-    assert "ArraysCache and RotatingKVCache can only" in statistics.notes[0]
+    assert "position 2 of a block" in statistics.notes[0]
+
+
+def test_bits_hidden_by_half_precision_are_found_in_the_caches() -> None:
+    model = MIXES["mamba2"].model(mx.bfloat16)
+    assert not Certificate(model, None).holds(5, BLOCK)
 
 
 def test_the_fast_way_takes_any_block_untried_and_says_what_that_means() -> None:

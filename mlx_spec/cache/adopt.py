@@ -9,20 +9,40 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 
-from mlx_spec.cache.append import AppendJournal
-from mlx_spec.cache.base import Journal, leaf_class
-from mlx_spec.cache.stepwise import StepwiseJournal
+from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
+from mlx_spec.cache.base import AskedMask, Drive, Journal, make_nest
+from mlx_spec.cache.recurrent import RecurrentJournal
+from mlx_spec.cache.ring import BatchRingJournal, RingJournal
+from mlx_spec.cache.stepwise import ChunkedJournal, StepwiseJournal
 from mlx_spec.errors import UnsupportedOption
 
-_JOURNALS: dict[type[Any], Callable[[Any, int], Journal]] = {KVCache: AppendJournal, QuantizedKVCache: AppendJournal}
+_Kinds = dict[type[Any], Callable[[Any, int], Journal]]
+
+_KEPT_BY_LENGTH: _Kinds = {
+    KVCache: AppendJournal,
+    QuantizedKVCache: AppendJournal,
+    BatchKVCache: BatchAppendJournal,
+    ConcatenateKVCache: ConcatenateJournal,
+}
+_KEPT_IN_PART: _Kinds = {
+    **_KEPT_BY_LENGTH,
+    RotatingKVCache: RingJournal,
+    ArraysCache: RecurrentJournal,
+    BatchRotatingKVCache: BatchRingJournal,
+    ChunkedKVCache: ChunkedJournal,
+}
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
 _RINGS = (RotatingKVCache, BatchRotatingKVCache)
@@ -53,33 +73,38 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def adopt(caches: Sequence[Any], width: int) -> tuple[list[Any], list[Journal]]:
+def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], list[Journal]]:
     """Open one round on a model's caches.
 
     Args:
         caches: what the model takes as `cache`: mlx-lm cache objects, nested or None.
         width: tokens the round may append.
+        drive: how the token mixers take them.
 
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    journals = {id(cache): _JOURNALS.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
-    return [_handed(cache, journals) for cache in caches], list(journals.values())
+    kinds = _KEPT_BY_LENGTH if drive is Drive.WHOLE else _KEPT_IN_PART
+    journals = {id(cache): kinds.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
+    masks: dict[int, AskedMask] = {}
+    for journal in journals.values():
+        journal.masks = masks
+        journal.by_position = drive is Drive.POSITIONS or (drive is Drive.BLOCK and journal.wants_positions)
+    made = {key: journal.make_leaf() for key, journal in journals.items()}
+    return [_handed(cache, made) for cache in caches], list(journals.values())
 
 
-def _handed(cache: Any, journals: dict[int, Journal]) -> Any:
+def _handed(cache: Any, made: dict[int, Any]) -> Any:
     if cache is None:
         return None
-    if not isinstance(cache, CacheList):
-        return journals[id(cache)].leaf
-    nest = object.__new__(leaf_class(type(cache)))  # type: ignore[arg-type]
-    nest.__dict__ = {**cache.__dict__, "caches": tuple(_handed(child, journals) for child in cache.caches)}
-    return nest
+    if isinstance(cache, CacheList):
+        return make_nest(cache, tuple(_handed(member, made) for member in cache.caches))
+    return made[id(cache)]
 
 
-def stepwise_classes(caches: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the cache classes a block cannot be undone in, sorted; empty when every cache keeps by length."""
-    return tuple(sorted({type(cache).__name__ for cache in leaves(caches) if type(cache) not in _JOURNALS}))
+def needs_mixers(caches: Sequence[Any]) -> bool:
+    """Whether some cache can keep part of a block only with the help of its token mixer."""
+    return any(type(cache) not in _KEPT_BY_LENGTH for cache in leaves(caches))
 
 
 def tokens_held(caches: Sequence[Any]) -> int:
@@ -139,6 +164,16 @@ class KVQuantization:
         before = list(caches)
         maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
         return any(old is not new for old, new in zip(before, caches, strict=True))
+
+
+def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """What the caches' future reads can see: rows up to the length where a length counts, else everything."""
+    arrays: list[mx.array] = []
+    for cache in leaves(caches):
+        by_length = type(cache) in _KEPT_BY_LENGTH and cache.keys is not None
+        state = cache.keys_and_values() if by_length else cache.state
+        arrays.extend(array for _, array in tree_flatten(state) if isinstance(array, mx.array))
+    return arrays
 
 
 def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:

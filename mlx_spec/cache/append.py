@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_spec.cache.base import Apply, Journal, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, per_row, uniform
 from mlx_spec.errors import TransactionError
+
+
+def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
+    self.journal.admit(keys.shape[2])
+    return super(type(self), self).update_and_fetch(keys, values)
 
 
 class AppendJournal(Journal):
@@ -16,15 +22,21 @@ class AppendJournal(Journal):
     copy the whole buffer. Rows past the length are nobody's business, so keeping a prefix is one assignment.
     """
 
+    methods = (("update_and_fetch", _update_and_fetch),)
+
     def __init__(self, cache: Any, width: int) -> None:
-        self._cache = cache
-        self._base = cache.offset
+        super().__init__(cache, width)
+        self._base = self.length
         self._appended = 0
-        self.width = width
-        self.leaf = make_leaf(cache, self, _METHODS)
+
+    @property
+    def length(self) -> int:
+        """Rows of the buffers that are in use."""
+        return int(self._cache.offset)
 
     def admit(self, tokens: int) -> None:
         """Refuse tokens beyond the round's width, before anything is written."""
+        self.require_open()
         if self._appended + tokens > self.width:
             raise TransactionError(
                 f"the round was opened for {self.width} tokens and holds {self._appended}; "
@@ -40,7 +52,7 @@ class AppendJournal(Journal):
         count = uniform(retained, type(self._cache).__name__)
         self._require_untouched()
         if self._appended == 0:
-            return _nothing
+            return kept_whole
         if count > self._appended:
             raise TransactionError(
                 f"cannot keep {count} tokens: the round appended {self._appended}. "
@@ -58,20 +70,63 @@ class AppendJournal(Journal):
 
     def _require_untouched(self) -> None:
         want = self._base + self._appended
-        if self._cache.offset != want:
-            raise TransactionError(
-                f"the cache was changed outside its open transaction: length {self._cache.offset}, expected {want}. "
-                "Abort the transaction and begin again from a cache nobody else writes to."
-            )
+        if self.length != want:
+            raise changed_outside(f"length {self.length}, expected {want}")
 
 
-def _nothing() -> None:
-    """A layer that did not move in this round stays as it is."""
+class ConcatenateJournal(AppendJournal):
+    """A cache without spare capacity: its arrays end with its last token, so rows past the length are cut off."""
+
+    def plan(self, retained: Sequence[int]) -> Apply:
+        apply = super().plan(retained)
+        return apply if apply is kept_whole else lambda: self._cut(self._base + retained[0])
+
+    def restore(self) -> None:
+        if self._appended:
+            self._cut(self._base)
+
+    def _cut(self, length: int) -> None:
+        cache = self._cache
+        cache.offset = length
+        cache.keys, cache.values = (
+            (cache.keys[..., :length, :], cache.values[..., :length, :]) if length else (None, None)
+        )
 
 
-def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
-    self.journal.admit(keys.shape[2])
-    return super(type(self), self).update_and_fetch(keys, values)
+class BatchAppendJournal(AppendJournal):
+    """The same for rows of different lengths: one cursor for all, an offset and a left padding for each.
 
+    Where the rows keep different counts, the shorter ones are rolled right, as mlx-lm's `prepare` and
+    `finalize` do it; that moves the whole of the buffers.
+    """
 
-_METHODS = (("update_and_fetch", _update_and_fetch),)
+    def __init__(self, cache: Any, width: int) -> None:
+        # Two arrays of one number per row, of which a model's own writes leave these handles alone.
+        self._rows = (copy.copy(cache.offset), copy.copy(cache.left_padding))
+        super().__init__(cache, width)
+
+    @property
+    def length(self) -> int:
+        return int(self._cache._idx)
+
+    def plan(self, retained: Sequence[int]) -> Apply:
+        counts = per_row(retained, self._rows[0].size)
+        super().plan([max(counts)])
+        if self._appended == 0 or min(counts) == self._appended:
+            return kept_whole
+        return lambda: self._keep(counts)
+
+    def restore(self) -> None:
+        self._keep([0] * self._rows[0].size)
+
+    def _keep(self, counts: list[int]) -> None:
+        longest = max(counts)
+        cache, (offset, left_padding) = self._cache, self._rows
+        cache._idx = self._base + longest
+        cache.offset = offset + longest
+        cache.left_padding = copy.copy(left_padding)
+        if cache._idx == 0:
+            cache.keys = cache.values = None
+        if min(counts) < longest:
+            cache.prepare(right_padding=[longest - count for count in counts])
+            cache.finalize()

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import abc
+import enum
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import mlx.core as mx
 
 from mlx_spec.errors import TransactionError
 
+
+class Drive(enum.Enum):
+    """How the token mixers take the tokens of a round.
+
+    WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
+    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
+    POSITIONS: every mixer goes position by position, as in one-token decode.
+    """
+
+    WHOLE = "whole"
+    BLOCK = "block"
+    POSITIONS = "positions"
+
+
+class AskedMask(NamedTuple):
+    """A mask a model got from a leaf for a block, and the arguments after the length."""
+
+    mask: mx.array
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
 Apply = Callable[[], None]
 """Second half of a commit: it only assigns, so it cannot fail for a reason a caller could mend."""
+
+
+Method = Callable[..., Any]
 
 
 class Journal(abc.ABC):
@@ -21,12 +50,67 @@ class Journal(abc.ABC):
     of it (`restore`). A journal is used once.
 
     Attributes:
-        leaf: what the model is handed in place of the cache: an instance of a subclass of the cache's own class.
+        methods: what a leaf does differently from its cache, by name.
         width: tokens the round may append at most.
+        closed: the round is over; its leaf can no longer be written.
+        by_position: the token mixer that reads this cache must take the block one position at a time.
+        wants_positions: only then can part of a block be kept.
+        masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
 
-    leaf: Any
-    width: int
+    methods: tuple[tuple[str, Method], ...] = ()
+    closed: bool = False
+    by_position: bool = False
+    wants_positions: bool = False
+    masks: dict[int, AskedMask]
+
+    def __init__(self, cache: Any, width: int) -> None:
+        self._cache = cache
+        self._leaf: weakref.ref[Any] | None = None
+        self.width = width
+
+    def make_leaf(self) -> Any:
+        """What the model is handed in place of the cache.
+
+        An instance of a subclass of the cache's own class that shares its instance dictionary: every
+        attribute read or write reaches the real cache. The leaf holds the journal, not the other way round,
+        so that nothing outlives the round.
+        """
+        leaf = object.__new__(leaf_class(type(self._cache), self.methods))  # type: ignore[arg-type]
+        leaf.__dict__ = self._cache.__dict__
+        leaf.journal = self
+        self._leaf = weakref.ref(leaf)
+        return leaf
+
+    @property
+    def leaf(self) -> Any:
+        """The leaf, while the transaction is open."""
+        return None if self._leaf is None else self._leaf()
+
+    def close(self) -> None:
+        """The round is over: let go of everything it held."""
+        self.closed = True
+
+    def require_open(self) -> None:
+        """Refuse a write through the leaf of a round that is over."""
+        if self.closed:
+            raise TransactionError(
+                f"this {type(self._cache).__name__} stands for a cache in a transaction that is closed. "
+                "Use the cache itself, or open a new transaction."
+            )
+
+    @property
+    def lost(self) -> int:
+        """Rows dropped from the front of the cache since the round began; only some windows drop any."""
+        return 0
+
+    def before_position(self, position: int) -> None:
+        """The token mixer is about to take this position of the block on its own."""
+        del position
+
+    def tape(self, replay: Callable[[int], None], nbytes: int) -> None:
+        """Offer a way to run the round's inputs again, and the bytes they hold. Most caches need none."""
+        del replay, nbytes
 
     @abc.abstractmethod
     def mark(self, position: int) -> None:
@@ -51,20 +135,72 @@ class Journal(abc.ABC):
 
 
 @cache
-def leaf_class(base: type[Any], methods: tuple[tuple[str, Callable[..., Any]], ...] = ()) -> type[Any]:
+def leaf_class(base: type[Any], methods: tuple[tuple[str, Method], ...] = ()) -> type[Any]:
     """A subclass of a cache class whose instances can carry a journal without showing it.
 
     The journal sits in a slot, so it is no part of the instance dictionary that leaf and cache share.
     """
-    return type(base.__name__, (base,), {"__slots__": ("journal",), "__module__": base.__module__, **dict(methods)})
+    own = {"__slots__": ("journal",), "__module__": base.__module__, "__leaf__": True, **dict(methods)}
+    if hasattr(base, "make_mask"):
+        own["make_mask"] = _make_mask
+    return type(base.__name__, (base,), own)
 
 
-def make_leaf(cache_object: Any, journal: Journal, methods: tuple[tuple[str, Callable[..., Any]], ...] = ()) -> Any:
-    """A leaf that shares the cache's instance dictionary: every attribute read or write reaches the real cache."""
-    leaf = object.__new__(leaf_class(type(cache_object), methods))  # type: ignore[arg-type]
-    leaf.__dict__ = cache_object.__dict__
-    leaf.journal = journal
-    return leaf
+@cache
+def nest_class(base: type[Any]) -> type[Any]:
+    """A subclass of a class that holds caches in `caches`, whose instances hold their leaves there instead."""
+    own = {
+        "__slots__": ("members",),
+        "__module__": base.__module__,
+        "__leaf__": True,
+        "caches": property(lambda self: self.members),
+    }
+    return type(base.__name__, (base,), own)
+
+
+def make_nest(cache_object: Any, members: tuple[Any, ...]) -> Any:
+    """A leaf for a cache of caches. It shares everything with the cache but the members."""
+    nest = object.__new__(nest_class(type(cache_object)))  # type: ignore[arg-type]
+    nest.__dict__ = cache_object.__dict__
+    nest.members = members
+    return nest
+
+
+def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
+    """The cache's own mask; for a block it is remembered how it was asked for, so that one row can be."""
+    mask = super(type(self), self).make_mask(tokens, *args, **keywords)
+    if tokens > 1 and isinstance(mask, mx.array):
+        self.journal.masks[id(mask)] = AskedMask(mask, args, keywords)
+    return mask
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value stands for a cache inside a transaction."""
+    return getattr(type(value), "__leaf__", False)
+
+
+def journals_of(leaf: Any) -> list[Journal]:
+    """The journals of a leaf, or of every leaf nested in it."""
+    if isinstance(leaf, nest_class(type(leaf).__base__)):
+        return [journal for member in leaf.members for journal in journals_of(member)]
+    return [leaf.journal]
+
+
+def changed_outside(what: str) -> TransactionError:
+    """Somebody wrote to a cache behind its transaction's back."""
+    return TransactionError(
+        f"the cache was changed outside its open transaction: {what}. "
+        "Abort the transaction and begin again from a cache nobody else writes to."
+    )
+
+
+def kept_whole() -> None:
+    """A commit that leaves a cache as it stands."""
+
+
+def per_row(retained: Sequence[int], rows: int) -> list[int]:
+    """One count for each row, given one for all or one each."""
+    return list(retained) * rows if len(retained) == 1 else list(retained)
 
 
 def uniform(retained: Sequence[int], what: str) -> int:

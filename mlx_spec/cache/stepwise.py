@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_spec.cache.base import Apply, Journal, make_leaf, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, uniform
 from mlx_spec.errors import TransactionError
 
 _FOREIGN = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, nn.Module, mx.Dtype)
@@ -37,13 +37,14 @@ class Snapshot:
         return sum(array.nbytes for array in self._arrays)
 
     def restore(self) -> None:
-        """Put every object of the graph back. Used once: the live objects then own the handles."""
+        """Put every object of the graph back. What is done to them afterwards leaves the snapshot as it is."""
+        fresh: dict[int, mx.array] = {}
         for owner, content in self._owners:
             if isinstance(owner, list):
-                owner[:] = content
+                owner[:] = [_fresh(value, fresh) for value in content]
             else:
                 owner.clear()
-                owner.update(content)
+                owner.update({key: _fresh(value, fresh) for key, value in content.items()})
 
     def _capture(self, value: Any) -> Any:
         if id(value) in self._memo:
@@ -65,6 +66,48 @@ class Snapshot:
         return value
 
 
+def _fresh(value: Any, handles: dict[int, mx.array]) -> Any:
+    """The value with a new handle for each array, the same one wherever the array occurs."""
+    if isinstance(value, tuple):
+        return tuple(_fresh(item, handles) for item in value)
+    if not isinstance(value, mx.array):
+        return value
+    if id(value) not in handles:
+        handles[id(value)] = copy.copy(value)
+    return handles[id(value)]
+
+
+def fingerprint(root: Any) -> list[Any]:
+    """The scalars of an object graph and the identities of its arrays, in order."""
+    found: list[Any] = []
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, mx.array):
+            found.append(_Same(value))
+        elif isinstance(value, int | float | str | None):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+        elif isinstance(value, dict) and not isinstance(value, nn.Module):
+            pending.extend(value.values())
+        elif hasattr(value, "__dict__") and not isinstance(value, _FOREIGN):
+            pending.append(value.__dict__)
+    return found
+
+
+class _Same:
+    """Equal to what holds the same Python object. Holding the object makes no second handle on its buffer."""
+
+    def __init__(self, array: mx.array) -> None:
+        self._array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._array is self._array
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class StepwiseJournal(Journal):
     """Keeps one snapshot per step; a prefix can be kept only if it ends at a marked step.
 
@@ -72,23 +115,33 @@ class StepwiseJournal(Journal):
         _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
     """
 
+    wants_positions = True
+
     def __init__(self, cache: Any, width: int) -> None:
-        self._cache = cache
+        super().__init__(cache, width)
         self._steps = {0: Snapshot(cache)}
         self._position = 0
-        self.width = width
-        self.leaf = make_leaf(cache, self)
+        self._marked: list[Any] = []
 
     def mark(self, position: int) -> None:
+        self._take(position)
+        self._marked = fingerprint(self._cache)
+
+    def _take(self, position: int) -> None:
         # The last step needs no handle: keeping the whole round leaves the cache as it stands.
         if position < self.width:
             self._steps[position] = Snapshot(self._cache)
         self._position = position
 
+    def before_position(self, position: int) -> None:
+        if position:
+            self._take(position)
+
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
+        self._require_untouched()
         if count == (self._position or self.width):
-            return _nothing
+            return kept_whole
         if count not in self._steps:
             raise TransactionError(
                 f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens "
@@ -100,10 +153,30 @@ class StepwiseJournal(Journal):
     def restore(self) -> None:
         self._steps[0].restore()
 
+    def _require_untouched(self) -> None:
+        """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
+        now = fingerprint(self._cache) if self._marked else []
+        if now != self._marked:
+            raise changed_outside("its fields are not those of the last marked step")
+
     @property
     def nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
 
 
-def _nothing() -> None:
-    """The whole round is kept."""
+class ChunkedJournal(StepwiseJournal):
+    """A window that the model itself trims at the front before every forward, hence before every position."""
+
+    _start = 0
+
+    @property
+    def lost(self) -> int:
+        return int(self._cache.start_position - self._start)
+
+    def before_position(self, position: int) -> None:
+        super().before_position(position)
+        if position:
+            self._cache.maybe_trim_front()
+        else:
+            # The model has trimmed for the block by now, and made its masks from here on.
+            self._start = self._cache.start_position

@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import adopt, leaves
+from mlx_spec.cache.base import Drive, is_leaf
 from mlx_spec.errors import TransactionError
 
 _open_caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,8 +45,14 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK) -> None:
         """Open a round.
+
+        Args:
+            caches: the model's caches, as mlx-lm makes them.
+            width: tokens the round may append, >= 1.
+            drive: how the model's token mixers take these tokens. Those of a model whose mixers are not
+                attached take them whole.
 
         Raises:
             TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
@@ -57,7 +64,11 @@ class SpeculativeCacheTransaction:
         self.active = False
         self._members = list(leaves(caches))
         self._enroll()
-        self.caches, self._journals = adopt(caches, width)
+        try:
+            self.caches, self._journals = adopt(caches, width, drive)
+        except BaseException:
+            self._discharge()
+            raise
         self.active = True
 
     def __enter__(self) -> SpeculativeCacheTransaction:
@@ -128,16 +139,14 @@ class SpeculativeCacheTransaction:
         return [journal.plan(counts) for journal in self._journals]
 
     def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
-        if isinstance(retained, int):
-            counts = [retained]
+        if isinstance(retained, mx.array):
+            counts = cast(list[Any], mx.flatten(retained).tolist())
         else:
-            counts = (
-                cast(list[int], mx.flatten(retained).tolist()) if isinstance(retained, mx.array) else list(retained)
-            )
-            if len(counts) != self._rows():
-                raise TransactionError(f"one count per row: the caches hold {self._rows()} rows, got {counts}.")
+            counts = list(retained) if isinstance(retained, list | tuple) else [retained]
         if any(isinstance(count, bool) or not isinstance(count, int) for count in counts):
             raise TransactionError(f"retained counts are whole numbers of tokens, got {counts}.")
+        if not isinstance(retained, int) and len(counts) != self._rows():
+            raise TransactionError(f"one count per row: the caches hold {self._rows()} rows, got {counts}.")
         if any(not 0 <= count <= self.width for count in counts):
             raise TransactionError(f"retained counts lie in 0..{self.width} for this round, got {counts}.")
         return counts
@@ -155,7 +164,7 @@ class SpeculativeCacheTransaction:
 
     def _enroll(self) -> None:
         with _open_caches_lock:
-            busy = [type(cache).__name__ for cache in self._members if cache in _open_caches]
+            busy = [type(cache).__name__ for cache in self._members if cache in _open_caches or is_leaf(cache)]
             if busy:
                 raise TransactionError(
                     f"{busy[0]} is in an open transaction already. Commit or abort that one first; "
@@ -165,8 +174,13 @@ class SpeculativeCacheTransaction:
 
     def _close(self) -> None:
         self.active = False
+        for journal in self._journals:
+            journal.close()
         self._journals = []
         self.caches = []
+        self._discharge()
+
+    def _discharge(self) -> None:
         with _open_caches_lock:
             _open_caches.difference_update(self._members)
         self._members = []

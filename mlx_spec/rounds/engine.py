@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.errors import CannotMix
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
@@ -33,6 +35,7 @@ class Emission(NamedTuple):
 
 
 BLOCK = "block"
+POSITIONS = "block, mixers by position"
 STEP_THROUGH = "step-through"
 
 
@@ -40,7 +43,10 @@ class Routes(Protocol):
     """Tells how a block of some width may be verified on these caches."""
 
     def route(self, width: int, caches: list[Any]) -> str:
-        """BLOCK or STEP_THROUGH."""
+        """BLOCK, POSITIONS or STEP_THROUGH."""
+
+    def demote(self, width: int, caches: list[Any], error: Exception) -> None:
+        """The route for this width failed with this error: answer STEP_THROUGH from here on."""
 
 
 @dataclass(kw_only=True)
@@ -169,7 +175,7 @@ class Engine:
             start = request.position
             count = min(request.prefill_step_size, total - 1 - start)
             chunk = request.prompt[start : start + count]
-            with SpeculativeCacheTransaction(request.caches, count) as tx:
+            with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE) as tx:
                 output = self._target.forward(chunk[None], tx.caches, self._loop.taps)
                 tx.mark(count)
                 tx.commit(count)
@@ -200,12 +206,9 @@ class Engine:
         clock.lap("propose")
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
-        route = self._routes.route(inputs.shape[1], request.caches)
-        tx = SpeculativeCacheTransaction(request.caches, inputs.shape[1])
+        tx, output, route = self._verify(inputs)
+        clock.lap("verify")
         try:
-            verify = self._target.step_through if route == STEP_THROUGH else self._target.forward_block
-            output = verify(inputs, tx, self._loop.taps)
-            clock.lap("verify")
             block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
             walk = open_walk(request.sampling, block)
             clock.lap("mask")
@@ -218,6 +221,23 @@ class Engine:
         request.vocab_size = output.logits.shape[-1]
         self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms, key=key)
         return self._open
+
+    def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, str]:
+        """Run the target on a block, by the route that is in force. The transaction is left open."""
+        request, width = self._request, inputs.shape[1]
+        route = self._routes.route(width, request.caches)
+        drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
+        tx = SpeculativeCacheTransaction(request.caches, width, drive=drive)
+        try:
+            verify = self._target.step_through if route == STEP_THROUGH else self._target.forward_block
+            return tx, verify(inputs, tx, self._loop.taps), route
+        except CannotMix as error:
+            tx.abort()
+            self._routes.demote(width, request.caches, error)
+            return self._verify(inputs)
+        except BaseException:
+            tx.abort()
+            raise
 
     @staticmethod
     def _undo(tx: SpeculativeCacheTransaction, key: mx.array | None) -> None:

@@ -40,6 +40,7 @@ class Kind:
         edge: length at which it changes its behaviour: grows, wraps or trims its front.
         batch: rows.
         by_length: a block of several tokens may be appended at once and cut anywhere.
+        stepwise: a round can be cut only where a forward ended.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Kind:
     edge: int
     batch: int = 1
     by_length: bool = False
+    stepwise: bool = False
 
     def filled(self, tokens: Sequence[int]) -> Any:
         """A cache that read these tokens one at a time."""
@@ -76,17 +78,17 @@ KINDS = {
         Kind("kv_of_three_rows", KVCache, GROWTH, batch=3, by_length=True),
         Kind("quantized", lambda: QuantizedKVCache(group_size=32, bits=8), GROWTH, by_length=True),
         Kind("list_by_length", lambda: CacheList(KVCache(), QuantizedKVCache(32, 4)), GROWTH, by_length=True),
-        Kind("list_mixed", lambda: CacheList(KVCache(), ArraysCache(2)), GROWTH),
+        Kind("list_mixed", lambda: CacheList(KVCache(), ArraysCache(2)), GROWTH, stepwise=True),
         Kind("nested", lambda: CacheList(CacheList(KVCache(), RotatingKVCache(RING)), KVCache()), RING),
         Kind("ring", lambda: RotatingKVCache(RING, keep=KEEP), RING),
         Kind("ring_without_keep", lambda: RotatingKVCache(RING), RING),
-        Kind("arrays", lambda: ArraysCache(2), WINDOW_STEPS),
-        Kind("arrays_padded", lambda: ArraysCache(2, left_padding=[2, 0]), WINDOW_STEPS, batch=2),
-        Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK),
-        Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS),
-        Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3),
-        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2),
-        Kind("model_specific", lambda: LayerCache(RING), RING),
+        Kind("arrays", lambda: ArraysCache(2), WINDOW_STEPS, stepwise=True),
+        Kind("arrays_padded", lambda: ArraysCache(2, left_padding=[2, 0]), WINDOW_STEPS, batch=2, stepwise=True),
+        Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, stepwise=True),
+        Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
+        Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True),
+        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, stepwise=True),
+        Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True),
     )
 }
 

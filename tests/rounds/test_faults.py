@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_spec import certify
 from mlx_spec.cache.adopt import KVQuantization, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.rounds.engine import BLOCK
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, stream_generate
 from mlx_spec.stats import Statistics
@@ -344,8 +345,8 @@ def test_fault_while_a_width_is_certified_costs_nothing_later(
     assert_left_right("dense", broken)
     got = speculate(MIXES["dense"], drafter_for("right", "dense"), max_tokens=EMITTED, draft_block_size=WIDTH)
     assert_equals_stock(got, run, EMITTED)
-    fresh = certify.Certificate(model, None).holds(WIDTH)
-    assert certificate.holds(WIDTH) == fresh, "a fault while certifying left a wrong verdict"
+    fresh = certify.Certificate(model, None).holds(WIDTH, BLOCK)
+    assert certificate.holds(WIDTH, BLOCK) == fresh, "a fault while certifying left a wrong verdict"
 
 
 # The drafter
