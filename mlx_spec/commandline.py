@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from jinja2 import TemplateError
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step as plain_generate_step
 from mlx_lm.models.cache import load_prompt_cache
@@ -24,6 +25,7 @@ from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnknownDrafter, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.pairing import load, load_drafter
+from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.stats import Statistics
 
 _REFUSED = {
@@ -118,12 +120,12 @@ class _Job:
     tokenizer: Any
     prompt_ids: list[int]
     args: argparse.Namespace
+    key: list[int]
 
     def sampling(self) -> dict[str, Any]:
-        """The sampler, seeded afresh."""
+        """The sampler, with the random state where loading left it."""
         args = self.args
-        if args.seed is not None:
-            mx.random.seed(args.seed)
+        rewind_random_state(self.key)
         sampler = sample_utils.make_sampler(
             args.temp,
             args.top_p,
@@ -166,13 +168,36 @@ def _run(args: argparse.Namespace) -> int:
             raise UnsupportedOption(sentence)
     if args.check and args.temp != 0 and args.seed is None:
         raise InvalidRequest("--check compares two runs, and at a temperature these agree only under one --seed.")
+    if args.seed is not None:
+        # Before loading, as mlx-lm does: making a model draws from the random state.
+        with _told_as("--seed"):
+            mx.random.seed(args.seed)
     job, drafter = _load(args)
-    ids, statistics = _speculate(job, drafter)
+    _write_report(args.stats_json, "")
+    with _told_as("this request"):
+        ids, statistics = _speculate(job, drafter)
     if args.verbose:
         print(statistics, file=sys.stderr)
-    if args.stats_json is not None:
-        Path(args.stats_json).write_text(json.dumps(statistics.as_dict(), indent=2) + "\n")
+    _write_report(args.stats_json, json.dumps(statistics.as_dict(), indent=2) + "\n")
     return _check(job, ids) if args.check else 0
+
+
+def _write_report(file: str | None, content: str) -> None:
+    """Write the statistics file; an empty one beforehand, so that a place that cannot be written is told first."""
+    if file is not None:
+        with _told_as(f"--stats-json {file}"):
+            Path(file).write_text(content)
+
+
+@contextmanager
+def _told_as(what: str) -> Iterator[None]:
+    """What mlx, mlx-lm or the system refuse is told in one line, with what was asked for."""
+    try:
+        yield
+    except MlxSpecError:
+        raise
+    except (ValueError, TypeError, RuntimeError, LookupError, OSError, TemplateError) as error:
+        raise InvalidRequest(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
@@ -187,11 +212,13 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
         model_path = str(demo_target_path(progress=_say))
     model, tokenizer = load(model_path, adapter_path=args.adapter_path, tokenizer_config=tokenizer_config)
     for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+        with _told_as("--extra-eos-token"):
+            tokenizer.add_eos_token(token)
     drafter = None
     if draft_model is not None:
         drafter = load_drafter(draft_model, target=model, kind=args.draft_kind)
-    return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args), drafter
+    key = cast(list[int], random_key().tolist())
+    return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args, key), drafter
 
 
 def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:
@@ -228,22 +255,30 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text:
         raise InvalidRequest("the prompt is empty. Give --prompt some text.")
+    extra = _template_config(args.chat_template_config)
     templated = not args.ignore_chat_template and tokenizer.has_chat_template
     if templated:
-        text = _templated(args, tokenizer, text)
+        with _told_as("the chat template"):
+            text = _templated(args, tokenizer, text, extra)
     return list(tokenizer.encode(text, add_special_tokens=not templated))
 
 
-def _templated(args: argparse.Namespace, tokenizer: Any, text: str) -> str:
+def _template_config(given: str | None) -> dict[str, Any]:
+    try:
+        config = {} if given is None else json.loads(given)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"--chat-template-config wants a JSON object: {error}.") from None
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"--chat-template-config wants a JSON object, got {given}.")
+    return config
+
+
+def _templated(args: argparse.Namespace, tokenizer: Any, text: str, extra: dict[str, Any]) -> str:
     messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
     messages.append({"role": "user", "content": text})
     prefilled = args.prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    try:
-        extra = json.loads(args.chat_template_config) if args.chat_template_config else {}
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"--chat-template-config wants a JSON object: {error}.") from None
 
     def render() -> str:
         return str(

@@ -17,7 +17,7 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import KVQuantization, new_caches, tokens_held
+from mlx_spec.cache.adopt import KVQuantization, new_caches, quantized_entry, tokens_held
 from mlx_spec.certify import CertifiedRoutes, Verify
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
@@ -83,6 +83,8 @@ class _Options:
             raise InvalidRequest(f"max_tokens is a number of tokens, or -1 for no limit; got {self.max_tokens}.")
         if self.prefill_step_size < 1:
             raise InvalidRequest(f"prefill_step_size is at least 1 token, got {self.prefill_step_size}.")
+        if self.max_kv_size is not None and self.max_kv_size < 1:
+            raise InvalidRequest(f"max_kv_size is at least 1 token, got {self.max_kv_size}.")
         if self.verify not in ("exact", "fast"):
             raise InvalidRequest(f'verify is "exact" or "fast", got {self.verify!r}.')
         if self.kv_bits is not None and self.kv_bits not in (2, 3, 4, 5, 6, 8):
@@ -182,6 +184,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     asked = options.asked_width()
     target = Target(model)
     drafter = _resolve_drafter(options, target)
+    _check_method(options.speculative, drafter)
     caches = _resolve_caches(options, model)
     request = Request(
         prompt=_prompt_ids(prompt),
@@ -199,6 +202,12 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     if options.prompt_progress_callback is not None:
         request.progress = options.prompt_progress_callback
     request.quantization.check(caches)
+    held = quantized_entry(caches)
+    if options.kv_bits is not None and held not in (None, (options.kv_bits, options.kv_group_size)):
+        raise InvalidRequest(
+            f"kv_bits={options.kv_bits} and kv_group_size={options.kv_group_size} contradict the prompt cache, "
+            f"which is quantized to {held[0]} bits in groups of {held[1]}."
+        )
     routes = CertifiedRoutes(target, options.verify, statistics)
     schedule = FixedWidth(1, "plain decoding")
     if drafter is not None:
@@ -247,6 +256,15 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
         f"draft_model is a {type(given).__name__}. A small language model cannot draft yet; "
         'give "ngram", a drafter from load_drafter, or the path of an EAGLE-3 checkpoint.'
     )
+
+
+def _check_method(config: SpeculativeConfig | None, drafter: Drafter | None) -> None:
+    method = None if config is None else config.speculative_method
+    if method is not None and drafter is not None and drafter.kind != _KIND_OF_METHOD[method]:
+        raise InvalidRequest(
+            f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "
+            f"but {drafter.name} is of kind {drafter.kind!r}."
+        )
 
 
 def _resolve_caches(options: _Options, model: nn.Module) -> list[Any]:

@@ -128,5 +128,6 @@ def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | Non
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error says, on one line and of a readable length."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]}…"

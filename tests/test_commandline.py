@@ -172,13 +172,12 @@ def test_without_verbose_the_text_is_all(target: Path, capsys: pytest.CaptureFix
 
 
 def test_a_fallback_is_told_in_a_sentence(wide: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ("--model", wide, "--prompt", PROMPT, "-m", "12", "--max-kv-size", "20")
-    named = run(capsys, *common, "--draft-model", "ngram", "--draft-block-size", "3")
-    assert "verify step-through" in named.err
-    assert "RotatingKVCache can only be put back" in named.err
-    left_open = run(capsys, *common, "--draft-model", "ngram")
-    assert "loop plain" in left_open.err
-    assert "decoded plainly, ngram is idle" in left_open.err
+    common = ("--model", wide, "--prompt", PROMPT, "-m", "12", "--draft-model", "ngram")
+    narrow = run(capsys, *common, "--draft-block-size", "1")
+    assert "loop plain" in narrow.err
+    assert "leaves no room for proposals, so ngram is idle" in narrow.err
+    fast = run(capsys, *common, "--verify", "fast")
+    assert "may differ from plain decoding" in fast.err
 
 
 def test_statistics_as_json_agree_with_the_line_and_the_text(

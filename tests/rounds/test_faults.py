@@ -16,9 +16,9 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_spec import certify
 from mlx_spec.cache.adopt import KVQuantization, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.rounds.engine import BLOCK
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, stream_generate
+from mlx_spec.rounds.engine import BLOCK
 from mlx_spec.stats import Statistics
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.rounds.letters import tokenizer
