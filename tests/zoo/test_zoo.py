@@ -1,0 +1,121 @@
+"""Every architecture of mlx-lm decodes exactly under speculation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_spec.certify import Certificate
+from tests.zoo.menagerie import Specimen, bare_model, missing_architectures, whole_zoo
+from tests.zoo.trial import Plan, examine, kind_of
+
+ZOO = {specimen.name: specimen for specimen in whole_zoo()}
+
+SUBSET = (
+    "afm7",
+    "baichuan_m1",
+    "bailing_moe_v3",
+    "deepseek_v3, dense",
+    "deepseek_v32, dense",
+    "deepseek_v41",
+    "falcon_h1",
+    "gear",
+    "gemma3n",
+    "gemma4_text",
+    "gpt_oss",
+    "iquestloopcoder",
+    "kimi_linear",
+    "lfm2",
+    "llama",
+    "llama, sliding layers",
+    "llama4, dense",
+    "longcat_flash_ngram",
+    "mamba",
+    "mamba2",
+    "minimax_m3_vl",
+    "nanbeige, two loops",
+    "plamo2",
+    "qwen3, ring that keeps its first tokens",
+    "qwen3_5",
+    "qwen3_moe",
+    "recurrent_gemma",
+    "rwkv7",
+)
+"""One of each: kind of cache, way of remembering one, kind of token mixer, sharing of caches between layers."""
+
+IN_HALF = ("deepseek_v3, dense", "gear", "gemma4_text", "llama", "llama, sliding layers", "mamba2", "qwen3_5")
+
+SOON = Plan(widths=(3, 5), patterns=("cycling", "random"), dtypes=("float32",), tokens=32)
+
+
+def check(specimen: Specimen, plan: Plan) -> None:
+    finding = examine(specimen, plan)
+    assert finding.differences == []
+    if not finding.runs:
+        reasons = {outcome.reason for outcome in finding.outcomes.values()}
+        assert all("Metal" in str(reason) for reason in reasons), reasons
+        pytest.skip(f"{specimen.name}: {reasons}")
+
+
+def test_no_architecture_of_the_installed_mlx_lm_is_missing() -> None:
+    assert missing_architectures(list(ZOO.values())) == []
+
+
+def test_the_subset_has_every_kind_of_cache() -> None:
+    def kinds(names: tuple[str, ...]) -> set[str]:
+        found = set()
+        for name in names:
+            caches = make_prompt_cache(bare_model(ZOO[name].config), max_kv_size=ZOO[name].max_kv_size)
+            found |= set(map(kind_of, caches))
+        return found
+
+    assert len({ZOO[name].module for name in SUBSET}) >= 20
+    assert kinds(tuple(ZOO)) - kinds(SUBSET) == set()
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_an_architecture_of_each_kind_is_exact(name: str) -> None:
+    check(ZOO[name], SOON)
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_some_are_exact_in_half_precision_too(name: str) -> None:
+    check(ZOO[name], replace(SOON, dtypes=("bfloat16",)))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ZOO)
+def test_every_architecture_is_exact(name: str) -> None:
+    check(ZOO[name], Plan())
+
+
+def test_the_zoo_notices_a_block_that_rounds_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Certificate, "holds", lambda self, width: True)
+    finding = examine(ZOO["deepseek_v3, dense"], SOON)
+    assert finding.runs
+    assert not finding.exact
+
+
+def test_the_compatibility_page_names_every_specimen() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert [name for name in ZOO if f"\n| {name} " not in page] == [], "run `make zoo`"
+
+
+def test_a_broken_config_is_a_finding_and_no_crash() -> None:
+    config = {**ZOO["llama"].config, "num_key_value_heads": 0}
+    finding = examine(Specimen("broken", config), SOON)
+    assert not finding.runs
+    assert finding.differences == []
+    unknown = examine(Specimen("unknown", {"model_type": "no such thing"}), SOON)
+    assert {outcome.reason for outcome in unknown.outcomes.values()} == {"Model type no such thing not supported."}
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    first, second, third = (Specimen("llama", ZOO["llama"].config, seed).build("float32") for seed in (0, 0, 1))
+    heads = [model.lm_head.weight for model in (first, second, third)]
+    assert mx.array_equal(heads[0], heads[1]).item()
+    assert not mx.array_equal(heads[0], heads[2]).item()
