@@ -17,6 +17,7 @@ from mlx_spec.cache.adopt import (
     needs_mixers,
     new_caches,
     quantized_entry,
+    tokens_held,
     visible_arrays,
 )
 from mlx_spec.cache.base import Drive
@@ -24,6 +25,7 @@ from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
+from mlx_spec.target.lengths import block_limit
 from mlx_spec.target.mixers import attach as attach_mixers
 from mlx_spec.target.model import Target
 
@@ -44,10 +46,12 @@ class Certificate:
 
     Attributes:
         quantized: (bits, group size) of the caches, or None for float ones.
+        failure: what the model raised on a block, None if it took all that were tried.
     """
 
     def __init__(self, model: Any, quantized: tuple[int, int] | None) -> None:
         self.quantized = quantized
+        self.failure: str | None = None
         self._verdicts: dict[tuple[int, str], bool] = {}
         self._steps: list[mx.array] = []
         self._states: list[list[mx.array]] = []
@@ -71,12 +75,14 @@ class Certificate:
         model = self._model()
         if model is None:
             raise AssertionError("the certified model is gone")
-        self._step_to(model, width)
-        retained = [width] if not needs_mixers(self._prompt_caches) else sorted({1, width - 1, width}, reverse=True)
         drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
         try:
-            return all(self._equal_keeping(model, width, count, drive) for count in retained)
-        except (CannotMix, TransactionError):
+            self._step_to(model, width)
+            parts = {1, width - 1, width} if needs_mixers(self._prompt_caches) else {width}
+            return all(self._equal_keeping(model, width, count, drive) for count in sorted(parts, reverse=True))
+        except (CannotMix, TransactionError, ValueError, TypeError, IndexError) as error:
+            # Some models read single tokens only.
+            self.failure = f"{type(error).__name__}: {error}"
             return False
 
     def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
@@ -137,17 +143,22 @@ class CertifiedRoutes:
     def __init__(self, target: Target, verify: Verify, statistics: Statistics) -> None:
         self._target = target
         self._statistics = statistics
-        self._verdicts: dict[tuple[int, tuple[int, int] | None], str] = {}
+        self._verdicts: dict[tuple[int, tuple[int, int] | None, bool], str] = {}
+        self._limit = block_limit(target.model)
         self.verify = verify
 
     def route(self, width: int, caches: Sequence[Any]) -> str:
         """BLOCK, POSITIONS or STEP_THROUGH for a verify call of `width` tokens on these caches."""
         if width == 1:
             return BLOCK
-        key = (width, quantized_entry(caches))
+        key = self._key(width, caches)
         if key not in self._verdicts:
             self._verdicts[key] = self._decide(width, caches)
         return self._verdicts[key]
+
+    def _key(self, width: int, caches: Sequence[Any]) -> tuple[int, tuple[int, int] | None, bool]:
+        beyond = self._limit is not None and tokens_held(caches) + width > self._limit
+        return width, quantized_entry(caches), beyond
 
     def _decide(self, width: int, caches: Sequence[Any]) -> str:
         if needs_mixers(caches):
@@ -159,22 +170,24 @@ class CertifiedRoutes:
             return self._step_through("on this device no block has been shown equal to one-token decode")
         started = time.perf_counter()
         certificate = certificate_for(self._target.model, quantized_entry(caches))
-        route = self._certified(certificate, width)
+        route = self._certified(certificate, width, beyond=self._key(width, caches)[2])
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
         if route is None:
+            if certificate.failure is not None:
+                return self._step_through(f"the model does not take a block ({certificate.failure})")
             return self._step_through("on this machine a block rounds differently from one-token decode")
         return route
 
-    def _certified(self, certificate: Certificate, width: int) -> str | None:
-        """The cheapest route found equal, or None."""
-        if certificate.holds(width, BLOCK):
+    def _certified(self, certificate: Certificate, width: int, beyond: bool) -> str | None:
+        """The cheapest route found equal, or None. Beyond the model's block limit a whole block is not looked at."""
+        if not beyond and certificate.holds(width, BLOCK):
             return BLOCK
         attach_mixers(self._target.model)
         return POSITIONS if certificate.holds(width, POSITIONS) else None
 
     def demote(self, width: int, caches: Sequence[Any], error: Exception) -> None:
         """A route failed where the probe had not looked: step through from here on."""
-        self._verdicts[width, quantized_entry(caches)] = self._step_through(str(error))
+        self._verdicts[self._key(width, caches)] = self._step_through(str(error))
 
     def _step_through(self, reason: str) -> str:
         self._statistics.note(f"verified one token at a time, which cannot be faster than plain decoding: {reason}")
@@ -183,7 +196,7 @@ class CertifiedRoutes:
 
 def _probe_ids(start: int, count: int) -> mx.array:
     """[1, count] ids every vocabulary has, the same in every process."""
-    return mx.array([[(7 * position + 3) % 61 for position in range(start, start + count)]])
+    return mx.array([[(7 * position + 3) % 13 for position in range(start, start + count)]])
 
 
 def _same_bits(a: mx.array, b: mx.array) -> bool:

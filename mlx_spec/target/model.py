@@ -114,7 +114,8 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.anatomy.text_model(self.model).args.hidden_size)
+        """Columns of an embedded token."""
+        return int(self.raw_embed(mx.zeros((1, 1), mx.int32)).shape[-1])
 
     @property
     def vocab_size(self) -> int:

@@ -112,7 +112,8 @@ def _head(report: Report, command: str) -> list[str]:
         f"{CLOSED_AFTER} tokens: the ids, the bits of the log-probabilities, and the prompt cache afterwards are those "
         "of mlx-lm's one-token loop.",
         "",
-        "Strategy says how an open round remembers a cache: `append` by its length, `stepwise` by a handle per step. "
+        "Strategy says how an open round remembers a cache: `append` by its length, `ring` by an undo log of rows, "
+        "`recurrent` by the old state and the mixer's inputs, `stepwise` and `chunked` by a handle per position. "
         "The route says how a block is verified: `block` by one forward, `step-through` by one-token forwards. "
         f"Bytes are what an open round of {RETAINED_WIDTH} tokens retains.",
         "",

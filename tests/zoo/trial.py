@@ -16,10 +16,13 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_spec import generate_step
 from mlx_spec.cache.adopt import adopt
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters import CallableDrafter
+from mlx_spec.errors import CannotMix
 from mlx_spec.rounds.engine import STEP_THROUGH
 from mlx_spec.stats import Statistics
+from mlx_spec.target import mixers
 from mlx_spec.target.model import Target
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.same_cache import cache_difference
@@ -271,13 +274,25 @@ def _describe(finding: Finding, subject: Subject) -> None:
     """Which caches there are, how an open round remembers each, and what it costs to keep one open."""
     caches = subject.runs[0].cache_after(min(RETAINED_AFTER, subject.tokens))
     finding.caches = tuple(dict.fromkeys(map(kind_of, caches)))
-    _, journals = adopt(caches, RETAINED_WIDTH)
+    tree, journals = adopt(caches, RETAINED_WIDTH, Drive.BLOCK)
     for journal in journals:
         how = type(journal).__name__.removesuffix("Journal").lower()
         finding.strategies[type(journal.leaf).__name__] = how
+    del tree
     ids = mx.array([[token % subject.vocab for token in range(1, RETAINED_WIDTH + 1)]])
+    mixers.attach(subject.model)
     with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
-        mx.eval(Target(subject.model).step_through(ids, tx).logits)
+        target = Target(subject.model)
+        try:
+            output = target.forward_block(ids, tx)
+        except (CannotMix, ValueError):
+            tx.abort()
+        else:
+            mx.eval(output.logits)
+            finding.retained = tx.nbytes
+            return
+    with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
+        mx.eval(target.step_through(ids, tx).logits)
         finding.retained = tx.nbytes
 
 
