@@ -28,9 +28,10 @@ class Drive(enum.Enum):
 
 
 class AskedMask(NamedTuple):
-    """A mask a model got from a leaf for a block, and the arguments after the length."""
+    """A mask a model got from a leaf for a block, the leaf's class, and the arguments after the length."""
 
     mask: mx.array
+    asker: type[Any]
     args: tuple[Any, ...]
     keywords: dict[str, Any]
 
@@ -170,7 +171,7 @@ def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
     """The cache's own mask; for a block it is remembered how it was asked for, so that one row can be."""
     mask = super(type(self), self).make_mask(tokens, *args, **keywords)
     if tokens > 1 and isinstance(mask, mx.array):
-        self.journal.masks[id(mask)] = AskedMask(mask, args, keywords)
+        self.journal.masks[id(mask)] = AskedMask(mask, type(self), args, keywords)
     return mask
 
 

@@ -34,7 +34,8 @@ class RecurrentJournal(StepwiseJournal):
         self._taped_bytes += nbytes
 
     def before_position(self, position: int) -> None:
-        """The tape makes snapshots needless."""
+        if position and not self._tapes:
+            self._take(position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         if len(set(retained)) > 1:

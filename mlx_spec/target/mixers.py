@@ -82,8 +82,9 @@ class Mix:
         if not journals or self.width < 2 or self.width > journals[0].width:
             return self._call(*self._args, **self._keywords)
         positions = any(journal.by_position for journal in journals)
-        for journal in journals:
-            journal.tape(partial(self._replay, positions), self._inputs.nbytes if self._inputs is not None else 0)
+        if len(journals) == 1 and self._inputs is not None:
+            # A mixer with several caches cannot be run again for one of them: that one keeps a handle per position.
+            journals[0].tape(partial(self._replay, positions), self._inputs.nbytes)
         return self._positions(self.width) if positions else self._call(*self._args, **self._keywords)
 
     def _replay(self, positions: bool, count: int) -> None:
@@ -97,8 +98,8 @@ class Mix:
         for position in range(count):
             for journal in self._journals:
                 journal.before_position(position)
-            args, keywords = self._cut(position, position + 1)
             try:
+                args, keywords = self._cut(position, position + 1)
                 outputs.append(self._call(*args, **keywords))
             except (ValueError, TypeError, IndexError) as error:
                 # What mlx raises when shapes do not fit: the mixer wants something per position that is not known here.
@@ -120,7 +121,7 @@ class Mix:
             return value
         for journal in self._journals:
             asked = journal.masks.get(id(value))
-            if asked is not None:
+            if asked is not None and type(journal.leaf) is asked.asker:
                 return journal.leaf.make_mask(stop - start, *asked.args, **asked.keywords)
         if value.ndim >= 3 and value.shape[1] == self.width:
             return value[:, start:stop]

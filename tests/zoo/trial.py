@@ -285,7 +285,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
         target = Target(subject.model)
         try:
             output = target.forward_block(ids, tx)
-        except (CannotMix, ValueError):
+        except (CannotMix, ValueError, TypeError):
             tx.abort()
         else:
             mx.eval(output.logits)
