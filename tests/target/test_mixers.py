@@ -1,0 +1,127 @@
+"""Token mixers are found where the cache goes, go position by position only inside a round, and can be let go."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as stock_generate_step
+
+from mlx_spec import Statistics, generate_step
+from mlx_spec.cache.base import Drive
+from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.rounds.engine import STEP_THROUGH
+from mlx_spec.target import mixers
+from tests.bits import assert_same_bits
+from tests.oracle import assert_same_output, independent_copy
+from tests.same_cache import assert_same_cache
+from tests.scripted import AlternatingDrafter
+from tests.tiny import MIXES, PROMPT, VOCAB
+
+MIXERS = {
+    "dense": {"self_attn"},
+    "sliding": {"self_attn"},
+    "hybrid": {"self_attn", "linear_attn"},
+    "mla_moe": {"self_attn"},
+    "mamba": {"mixer"},
+    "cache_list": {"self_attn", "mamba"},
+    "chunked": {"self_attn"},
+}
+"""The attribute of a decoder layer that holds its mixer."""
+
+BLOCK = (11, 2, 7, 30, 5)
+
+
+def attached(model: Any) -> set[str]:
+    return {name.split(".")[-1] for name, part in model.named_modules() if "__mixes__" in vars(type(part))}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_mixers_are_the_modules_of_a_layer_that_are_handed_its_cache(name: str) -> None:
+    model = MIXES[name].model()
+    mixers.detach(model)
+    found = mixers.attach(model)
+    assert attached(model) == MIXERS[name]
+    assert mixers.attach(model) == found
+    mixers.detach(model)
+    assert attached(model) == set()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_attaching_changes_no_parameter_and_no_plain_token(name: str) -> None:
+    mix = MIXES[name]
+    model, run = mix.model(), mix.oracle(20)
+    mixers.detach(model)
+    before = {path: id(value) for path, value in tree_flatten(model.parameters())}
+    classes = [type(module) for module in model.modules()]
+    for prepare in (mixers.attach, mixers.detach):
+        prepare(model)
+        plain = list(stock_generate_step(mx.array(PROMPT), model, max_tokens=20, **mix.kv))
+        assert_same_output(plain, run, 20)
+        assert {path: id(value) for path, value in tree_flatten(model.parameters())} == before
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", ["sliding", "ring_with_keep", "hybrid", "mamba2", "cache_list", "mla_moe", "chunked"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 4, 5])
+def test_keeping_part_of_a_block_leaves_the_caches_of_single_steps(name: str, kept: int) -> None:
+    mix = MIXES[name]
+    model, mine = mix.model(), mix.oracle(20).cache_after(12)
+    want = independent_copy(mine)
+    mixers.attach(model)
+    with SpeculativeCacheTransaction(mine, len(BLOCK), drive=Drive.POSITIONS) as tx:
+        block = model(mx.array([BLOCK]), cache=tx.caches)
+        tx.mark(len(BLOCK))
+        tx.commit(kept)
+    for position, token in enumerate(BLOCK[:kept]):
+        step = model(mx.array([[token]]), cache=want)
+        assert_same_bits(block[:, position], step[:, 0])
+    mx.eval([cache.state for cache in mine], [cache.state for cache in want])
+    assert_same_cache(mine, want)
+
+
+def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = MIXES["sliding"]
+    model, run = mix.model(), mix.oracle(30)
+    drafter = AlternatingDrafter([*run.ids, *[0] * 9], VOCAB, 5)
+    warm = list(generate_step(mx.array(PROMPT), model, max_tokens=9, draft_model=drafter, draft_block_size=5))
+    assert_same_output(warm, run, 9)
+
+    def refused(self: Any, start: int, stop: int) -> Any:
+        raise ValueError("shapes do not fit")
+
+    monkeypatch.setattr(mixers.Mix, "_cut", refused)
+    statistics, caches = Statistics(), mix.new_cache()
+    out = list(
+        generate_step(
+            mx.array(PROMPT),
+            model,
+            max_tokens=20,
+            draft_model=drafter,
+            draft_block_size=5,
+            prompt_cache=caches,
+            statistics=statistics,
+        )
+    )
+    assert_same_output(out, run, 20)
+    assert_same_cache(caches, run.cache_after(20))
+    assert statistics.verify_route == STEP_THROUGH
+    assert "shapes do not fit" in statistics.notes[0]
+
+
+def test_a_prompt_chunk_is_read_as_mlx_lm_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = MIXES["sliding"]
+    model = mix.model()
+    mixers.attach(model)
+    prompt = [(5 * position + 2) % VOCAB for position in range(40)]
+    positions: list[int] = []
+    single = mixers.Mix._positions
+    monkeypatch.setattr(mixers.Mix, "_positions", lambda self, count: positions.append(count) or single(self, count))
+    caches, stock = mix.new_cache(), copy.deepcopy(mix.new_cache())
+    list(generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=caches, prefill_step_size=16))
+    list(stock_generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=stock, prefill_step_size=16))
+    assert_same_cache(caches, stock)
+    assert positions == []
