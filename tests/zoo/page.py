@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from tests.zoo.trial import CLOSED_AFTER, RETAINED_WIDTH, TOKENS, WIDTHS, Finding, Outcome
+from tests.zoo.trial import CLOSED_AFTER, RETAINED_WIDTH, Finding, Outcome, Plan
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,13 @@ class Report:
     Attributes:
         missing: modules of the installed mlx-lm without a config.
         versions: what it ran on, e.g. "mlx 0.32.4".
+        plan: what each architecture was put through.
     """
 
     findings: Sequence[Finding]
     missing: Sequence[str]
     versions: str
+    plan: Plan = field(default_factory=Plan)
 
     @property
     def running(self) -> list[Finding]:
@@ -97,7 +99,8 @@ def markdown(report: Report, command: str) -> str:
 
 def _head(report: Report, command: str) -> list[str]:
     modules = {finding.module for finding in report.findings} - {"?"}
-    widths = ", ".join(map(str, WIDTHS))
+    widths = ", ".join(map(str, report.plan.widths))
+    patterns = ", ".join(report.plan.patterns)
     return [
         "# Compatibility",
         "",
@@ -107,8 +110,8 @@ def _head(report: Report, command: str) -> list[str]:
         "mlx-lm architecture, built from a config in `tests/zoo/configs/`; some architectures have a second row for a "
         "branch of theirs.",
         "",
-        f"Exact means: {TOKENS} tokens after a short and a long prompt, at verify widths {widths}, with none, part, "
-        "all, a cycling and a random number of the proposals right, and once closed after "
+        f"Exact means: {report.plan.tokens} tokens after a short and a long prompt, at verify widths {widths}, accepting "
+        f"in the patterns {patterns} (each a rule for how many proposals of a round are right), and once closed after "
         f"{CLOSED_AFTER} tokens: the ids, the bits of the log-probabilities, and the prompt cache afterwards are those "
         "of mlx-lm's one-token loop.",
         "",
