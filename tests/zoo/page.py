@@ -110,8 +110,8 @@ def _head(report: Report, command: str) -> list[str]:
         "mlx-lm architecture, built from a config in `tests/zoo/configs/`; some architectures have a second row for a "
         "branch of theirs.",
         "",
-        f"Exact means: {report.plan.tokens} tokens after a short and a long prompt, at verify widths {widths}, accepting "
-        f"in the patterns {patterns} (each a rule for how many proposals of a round are right), and once closed after "
+        f"Exact means: {report.plan.tokens} tokens after a short and a long prompt, at verify widths {widths}, with "
+        f"proposals right in the patterns {patterns} (rules for how many of a round are), and once closed after "
         f"{CLOSED_AFTER} tokens: the ids, the bits of the log-probabilities, and the prompt cache afterwards are those "
         "of mlx-lm's one-token loop.",
         "",
