@@ -111,8 +111,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.kept.extend(self.block[:count])
 
     def _commit(self, count: int, form: str) -> None:
-        known_rows = bool(self.block or self.kept)
-        rows = [count] * (self.kind.batch if known_rows else 1)
+        # How many rows a cache has that holds nothing is nobody's business: a round that was undone may have told it.
+        if not (self.block or self.kept):
+            form = "number"
+        rows = [count] * self.kind.batch
         self.tx.commit({"number": count, "list": rows, "array": mx.array(rows)}[form])
         assert not self.tx.active
         self.tx = None
