@@ -21,6 +21,7 @@ from mlx_spec.errors import (
     UnknownDrafter,
     UnsupportedOption,
 )
+from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
 from tests.checkpoints import ascii_tokenizer, tiny_model
 from tests.drafters import eagle3_files
 from tests.oracle import rng_key
@@ -136,8 +137,11 @@ def test_a_drafter_of_a_kind_without_a_loop_is_refused_with_the_kinds_there_are(
 
 
 @pytest.mark.parametrize("width", [{}, {"draft_block_size": 3}], ids=["left_open", "named"])
-def test_a_drafter_that_reads_states_needs_a_target_that_is_known(width: dict[str, int]) -> None:
+def test_a_drafter_that_reads_states_needs_a_target_that_is_known(
+    width: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the cache would leave it idle."""
+    monkeypatch.delitem(ANATOMY_BY_MODULE, "mamba")
     mamba = MIXES["mamba"].model()
     refuse(UnknownAnatomy, "'mamba'", "llama", model=mamba, draft_model=eagle3_files.drafter(), **width)
 

@@ -22,8 +22,9 @@ IDS = mx.array([[5, 17, 99, 42, 0, 100, 61, 3, 29, 77, 8, 64]])
 EVERY_FORM = pytest.mark.parametrize(("name", "form"), PARTS)
 
 
-def test_the_table_has_a_model_here_for_every_row() -> None:
-    assert {architecture(shared_model(name)) for name in BUILDERS} == set(ANATOMY_BY_MODULE)
+def test_the_architectures_here_have_rows() -> None:
+    """The zoo tries the others."""
+    assert {architecture(shared_model(name)) for name in BUILDERS} <= set(ANATOMY_BY_MODULE)
 
 
 @EVERY_FORM
@@ -93,13 +94,14 @@ def test_parts_are_the_models_own_arrays_and_no_copies() -> None:
     assert anatomy.text_model(stock) is stock
 
 
-def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
+def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ANATOMY_BY_MODULE, "mamba")
     target = Target(MIXES["mamba"].model())
     with pytest.raises(UnknownAnatomy) as caught:
         target.embed(IDS)
     message = str(caught.value)
     assert "'mamba'" in message
-    assert "deepseek_v3, gemma3_text, llama, qwen3, qwen3_5" in message
+    assert ", ".join(sorted(ANATOMY_BY_MODULE)) in message
     assert "n-gram" in message
     for use in (lambda: target.hidden_size, lambda: target.vocab_size, lambda: target.dtype):
         with pytest.raises(UnknownAnatomy):
