@@ -184,7 +184,10 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     asked = options.asked_width()
     target = Target(model)
     drafter = _resolve_drafter(options, target)
-    _check_method(options.speculative, drafter)
+    if drafter is not None:
+        _check_method(options.speculative, drafter)
+        # Also where the drafter will be idle: a wrong pair is told either way.
+        drafter.check(target)
     caches = _resolve_caches(options, model)
     request = Request(
         prompt=_prompt_ids(prompt),
@@ -258,9 +261,9 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
     )
 
 
-def _check_method(config: SpeculativeConfig | None, drafter: Drafter | None) -> None:
+def _check_method(config: SpeculativeConfig | None, drafter: Drafter) -> None:
     method = None if config is None else config.speculative_method
-    if method is not None and drafter is not None and drafter.kind != _KIND_OF_METHOD[method]:
+    if method is not None and drafter.kind != _KIND_OF_METHOD[method]:
         raise InvalidRequest(
             f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "
             f"but {drafter.name} is of kind {drafter.kind!r}."
