@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.oracle import OracleRun, assert_same_output, run_stock
+from mlx_spec.generate import generate_step
+from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.pairwise import all_pairs, pairs_of, pairwise
 from tests.rounds.runs import (
     CHOICES,
@@ -128,13 +129,50 @@ def test_real_drafter_is_often_right_and_often_wrong(mix: str, dtype: mx.Dtype) 
     assert 2 <= got.drafted < got.statistics.proposed_tokens / 2, str(got.statistics)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "alternating"])
-def test_run_without_a_cache_of_the_callers_equals_stock(drafter: str) -> None:
-    run = stock("hybrid", "sampled_penalties")
-    mix = MIXES["hybrid"]
-    got = speculate(mix, DRAFTERS[drafter]("hybrid", run.ids, mx.float32), 25, **CHOICES["sampled_penalties"]())
-    assert_same_output(got.pairs, run, 25)
-    assert got.rng == run.rng[25]
+@pytest.mark.parametrize("budget", [1, 5, 6, 22])
+@pytest.mark.parametrize("choice", ["sampled_penalties", "opaque_both"])
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "right", "alternating"])
+def test_run_without_a_cache_of_the_callers_equals_stock(drafter: str, choice: str, budget: int) -> None:
+    run, mix = stock("quantized_from_20", choice), MIXES["quantized_from_20"]
+    made = None if drafter == "none" else DRAFTERS[drafter](mix.name, run.ids, mx.float32)
+    width = {} if made is None else {"draft_block_size": 5}
+    mx.random.seed(SEED)
+    options = {"draft_model": made, "max_tokens": budget, **width, **CHOICES[choice](), **mix.kv}
+    pairs = list(generate_step(mx.array(PROMPT), mix.model(), **options))
+    assert_same_output(pairs, run, budget)
+    assert rng_key() == run.rng[budget]
+
+
+class BeyondTheEdge(ScriptedDrafter):
+    """Right, but for the first and the last id of the vocabulary it names ids next to them that no target has."""
+
+    def script(self, state: ScriptedState, row: int, count: int) -> list[int]:
+        beyond = {0: -1, self.vocab - 1: 2**31 - 1}
+        return [beyond.get(token, token) for token in state.right(row, count)]
+
+
+@pytest.mark.parametrize("edge", [0, VOCAB - 1])
+def test_id_outside_the_vocabulary_is_never_taken_for_the_nearest_one_inside(edge: int) -> None:
+    mix, ids = MIXES["dense"], [7, edge, 8, 9, edge, 10, 11, 12, edge, edge, 13, 14, 15, 16, 17]
+    wanted = iter(mx.array(ids))
+
+    def dictated(ids: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(VOCAB) == next(wanted), 0.0, -mx.inf)[None]
+
+    got = speculate(mix, BeyondTheEdge(ids, VOCAB), max_tokens=12, draft_block_size=4, logits_processors=[dictated])
+    assert got.ids == ids[:12]
+    assert not any(from_draft for token, _, from_draft in got.tokens if token == edge)
+    assert got.drafted > 0
+
+
+def test_block_with_an_id_outside_the_vocabulary_misses_there() -> None:
+    mix, run = MIXES["dense"], stock("dense", "greedy")
+    edges = [index for index, token in enumerate(run.ids[:LONG]) if token in (0, VOCAB - 1)]
+    assert edges, "the text needs an id at an edge of the vocabulary"
+    got = speculate(mix, BeyondTheEdge(run.ids, VOCAB), max_tokens=LONG, draft_block_size=5)
+    assert_equals_stock(got, run, LONG)
+    assert not any(got.tokens[index][2] for index in edges)
+    assert got.drafted > LONG // 2
 
 
 # Ways to say the width

@@ -1,0 +1,57 @@
+"""Step-through, the route that asks for nothing to be shown, equals the stock loop for every mix of caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.cache import adopt
+from mlx_spec.certify import CertifiedRoutes
+from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from tests.rounds.runs import (
+    CHOICES,
+    DRAFTERS,
+    SPARE,
+    assert_counts_add_up,
+    assert_equals_stock,
+    record_stock,
+    speculate,
+)
+from tests.tiny import LONG, MIXES
+
+WIDTH = 5
+CLOSED = (1, 2, 9, 24)
+
+
+@pytest.fixture
+def stepping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is certified, on any machine."""
+    monkeypatch.setattr(CertifiedRoutes, "route", lambda self, width, caches: STEP_THROUGH if width > 1 else BLOCK)
+
+
+@pytest.fixture(params=[False, True], ids=["known caches", "unknown caches"])
+def caches_known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without the journals that know a kind of cache."""
+    if request.param:
+        monkeypatch.setattr(adopt, "_KEPT_IN_PART", {})
+        monkeypatch.setattr(adopt, "_KEPT_BY_LENGTH", {})
+
+
+@pytest.mark.usefixtures("stepping", "caches_known")
+@pytest.mark.parametrize(("drafter", "choice"), [("alternating", "greedy"), ("cycling", "sampled_penalties")])
+@pytest.mark.parametrize("mix", MIXES)
+def test_stepping_through_equals_stock_at_every_end(mix: str, drafter: str, choice: str) -> None:
+    made = MIXES[mix]
+    run = record_stock(made, LONG + SPARE, {*CLOSED, LONG}, **CHOICES[choice]())
+    endings: list[tuple[int, dict[str, Any]]] = [(LONG, {"max_tokens": LONG})]
+    endings += [(length, {"stop_after": length, "max_tokens": -1}) for length in CLOSED]
+    for length, ending in endings:
+        drafting = DRAFTERS[drafter](mix, run.ids, mx.float32)
+        got = speculate(made, drafting, draft_block_size=WIDTH, **ending, **CHOICES[choice]())
+        assert_equals_stock(got, run, length)
+        assert_counts_add_up(got)
+        if length > 2:
+            assert got.statistics.verify_route == STEP_THROUGH
+            assert got.drafted > 0
