@@ -7,19 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import (
-    KVQuantization,
-    cache_arrays,
-    needs_mixers,
-    new_caches,
-    quantized_entry,
-    tokens_held,
-    visible_arrays,
-)
+from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, stretch, tokens_held, visible_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
@@ -32,11 +24,104 @@ from mlx_spec.target.model import Target
 Verify = Literal["exact", "fast"]
 
 _PROBE_PROMPT_TOKENS = 9
+_CANNOT_TAKE = (CannotMix, TransactionError, ValueError, TypeError, IndexError)
+"""What a model that cannot read a block raises."""
+
 _BIT_VIEWS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
+class Situation(NamedTuple):
+    """What decides, beside the model itself, whether a block equals single tokens.
+
+    Attributes:
+        caches: of what kinds they are.
+        edges_passed: how many of the lengths at which some window wraps or is cut the block reaches or has behind it.
+    """
+
+    caches: Likeness
+    edges_passed: int = 0
+
+    @classmethod
+    def at(cls, caches: Likeness, end: int) -> Situation:
+        """The situation of a verify call that ends `end` tokens from the start of the text."""
+        return cls(caches, sum(end > edge for edge in caches.edges))
+
+    @property
+    def starts(self) -> list[int]:
+        """Lengths from which blocks are tried, beside the probe's own: before the last edge passed, and beyond it."""
+        if self.edges_passed == 0:
+            return []
+        edge = self.caches.edges[self.edges_passed - 1]
+        return [edge - 2, edge + 5] if edge > _PROBE_PROMPT_TOKENS else [edge + 5]
+
+
+class Trial:
+    """Blocks and single tokens from one state of a model's caches on.
+
+    Args:
+        caches: what the probe's prompt left, to be kept.
+        likeness: of what kinds they are to become.
+        length: tokens they shall stand for; None means the prompt's.
+    """
+
+    def __init__(self, caches: list[Any], likeness: Likeness, length: int | None) -> None:
+        if length is not None:
+            stretch(caches, length)
+        likeness.quantize(caches)
+        mx.eval(cache_arrays(caches))
+        self._start = caches
+        self._stepped = copy.deepcopy(caches)
+        self._logits: list[mx.array] = []
+        self._states: list[list[mx.array]] = []
+
+    def equal(self, model: Any, width: int, drive: Drive) -> bool:
+        """Whether the block's rows are the steps', and the caches it leaves those of as many steps as are kept."""
+        self._step_to(model, width)
+        parts = {1, width - 1, width} if needs_mixers(self._start) else {width}
+        return all(self._equal_keeping(model, width, count, drive) for count in sorted(parts, reverse=True))
+
+    def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
+        caches = copy.deepcopy(self._start)
+        with SpeculativeCacheTransaction(caches, width, drive=drive) as tx:
+            block = model(_probe_ids(_PROBE_PROMPT_TOKENS, width), cache=tx.caches)
+            mx.eval(block)
+            if not all(_same_bits(block[:, index], step) for index, step in enumerate(self._logits[:width])):
+                return False
+            tx.mark(width)
+            tx.commit(retained)
+        return all(map(_same_bits, visible_arrays(caches), self._states[retained - 1]))
+
+    def _step_to(self, model: Any, width: int) -> None:
+        """One-token forwards until there are `width` of them."""
+        while len(self._logits) < width:
+            ids = _probe_ids(_PROBE_PROMPT_TOKENS + len(self._logits), 1)
+            # A step that fails must leave the caches where the steps noted so far end.
+            with SpeculativeCacheTransaction(self._stepped, 1) as tx:
+                logits = model(ids, cache=tx.caches)
+                mx.eval(logits, cache_arrays(self._stepped))
+                tx.commit(1)
+            self._logits.append(logits[:, 0])
+            self._states.append([mx.contiguous(array) for array in visible_arrays(self._stepped)])
+            mx.eval(self._states[-1])
+
+
+def _read_prompt(model: Any, likeness: Likeness) -> list[Any]:
+    """Caches that have read the probe's prompt, in one forward or, where a model takes no more, token by token."""
+    for step in (_PROBE_PROMPT_TOKENS, 1):
+        caches = likeness.fresh()
+        try:
+            for start in range(0, _PROBE_PROMPT_TOKENS, step):
+                mx.eval(model(_probe_ids(start, step), cache=caches), cache_arrays(caches))
+        except _CANNOT_TAKE:
+            if step == 1:
+                raise
+        else:
+            break
+    return caches
+
+
 class Certificate:
-    """What one model was found to do with blocks, for one kind of cache.
+    """What one model was found to do with blocks, in one situation.
 
     A width is certified for a route when, on a probe of the model itself, a forward over a block of that many
     tokens gives every position the very bits of one-token decode, and the caches left by keeping all of the
@@ -45,26 +130,24 @@ class Certificate:
     when it is first needed.
 
     Attributes:
-        quantized: (bits, group size) of the caches, or None for float ones.
         failure: what the model raised on a block, None if it took all that were tried.
     """
 
-    def __init__(self, model: Any, quantized: tuple[int, int] | None) -> None:
-        self.quantized = quantized
+    def __init__(self, model: Any, situation: Situation) -> None:
         self.failure: str | None = None
         self._verdicts: dict[tuple[int, str], bool] = {}
-        self._steps: list[mx.array] = []
-        self._states: list[list[mx.array]] = []
-        self._step_caches: list[Any] = []
-        self._prompt_caches: list[Any] = []
+        self._prompted: list[Any] = []
+        self._trials: dict[int | None, Trial] = {}
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
+        self._situation = situation
 
     def holds(self, width: int, route: str = BLOCK) -> bool:
         """Whether a block of `width` tokens equals as many one-token forwards, bit for bit, by this route.
 
         Cost:
-            Once per width and route: up to three block forwards, and one-token forwards up to the width.
+            Once per width and route: up to three block forwards from each of up to three states, and one-token
+            forwards up to the width.
         """
         with self._lock:
             if (width, route) not in self._verdicts:
@@ -77,58 +160,33 @@ class Certificate:
             raise AssertionError("the certified model is gone")
         drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
         try:
-            self._step_to(model, width)
-            parts = {1, width - 1, width} if needs_mixers(self._prompt_caches) else {width}
-            return all(self._equal_keeping(model, width, count, drive) for count in sorted(parts, reverse=True))
-        except (CannotMix, TransactionError, ValueError, TypeError, IndexError) as error:
+            return all(
+                self._trial(model, length).equal(model, width, drive) for length in (None, *self._situation.starts)
+            )
+        except _CANNOT_TAKE as error:
             # Some models read single tokens only.
             self.failure = f"{type(error).__name__}: {error}"
             return False
 
-    def _equal_keeping(self, model: Any, width: int, retained: int, drive: Drive) -> bool:
-        """Compare the block's rows with the steps', and the caches it leaves with those of as many steps."""
-        caches = copy.deepcopy(self._prompt_caches)
-        with SpeculativeCacheTransaction(caches, width, drive=drive) as tx:
-            block = model(_probe_ids(_PROBE_PROMPT_TOKENS, width), cache=tx.caches)
-            mx.eval(block)
-            if not all(_same_bits(block[:, index], step) for index, step in enumerate(self._steps[:width])):
-                return False
-            tx.mark(width)
-            tx.commit(retained)
-        return all(map(_same_bits, visible_arrays(caches), self._states[retained - 1]))
-
-    def _step_to(self, model: Any, width: int) -> None:
-        """One-token forwards until there are `width` of them, from the prompt's end on."""
-        if not self._step_caches:
-            caches = new_caches(model)
-            prompt = model(_probe_ids(0, _PROBE_PROMPT_TOKENS), cache=caches)
-            if self.quantized is not None:
-                bits, group_size = self.quantized
-                KVQuantization(bits, group_size, start=0).convert(caches)
-            mx.eval(prompt, cache_arrays(caches))
-            self._step_caches, self._prompt_caches = caches, copy.deepcopy(caches)
-        while len(self._steps) < width:
-            ids = _probe_ids(_PROBE_PROMPT_TOKENS + len(self._steps), 1)
-            # A step that fails must leave the caches where the steps noted so far end.
-            with SpeculativeCacheTransaction(self._step_caches, 1) as tx:
-                logits = model(ids, cache=tx.caches)
-                mx.eval(logits, cache_arrays(self._step_caches))
-                tx.commit(1)
-            self._steps.append(logits[:, 0])
-            self._states.append([mx.contiguous(array) for array in visible_arrays(self._step_caches)])
-            mx.eval(self._states[-1])
+    def _trial(self, model: Any, length: int | None) -> Trial:
+        likeness = self._situation.caches
+        if not self._prompted:
+            self._prompted = _read_prompt(model, likeness)
+        if length not in self._trials:
+            self._trials[length] = Trial(copy.deepcopy(self._prompted), likeness, length)
+        return self._trials[length]
 
 
-_certificates: dict[tuple[int, tuple[int, int] | None], Certificate] = {}
+_certificates: dict[tuple[int, Situation], Certificate] = {}
 _certificates_lock = threading.Lock()
 
 
-def certificate_for(model: Any, quantized: tuple[int, int] | None) -> Certificate:
+def certificate_for(model: Any, situation: Situation) -> Certificate:
     """The certificate of a model in this process; it lives as long as the model does."""
-    key = (id(model), quantized)
+    key = (id(model), situation)
     with _certificates_lock:
         if key not in _certificates:
-            _certificates[key] = Certificate(model, quantized)
+            _certificates[key] = Certificate(model, situation)
             weakref.finalize(model, _certificates.pop, key, None)
         return _certificates[key]
 
@@ -143,7 +201,8 @@ class CertifiedRoutes:
     def __init__(self, target: Target, verify: Verify, statistics: Statistics) -> None:
         self._target = target
         self._statistics = statistics
-        self._verdicts: dict[tuple[int, tuple[int, int] | None, bool], str] = {}
+        self._verdicts: dict[tuple[int, Situation, bool], str] = {}
+        self._likenesses: dict[tuple[type[Any], ...], Likeness] = {}
         self._limit = block_limit(target.model)
         self.verify = verify
 
@@ -156,9 +215,13 @@ class CertifiedRoutes:
             self._verdicts[key] = self._decide(width, caches)
         return self._verdicts[key]
 
-    def _key(self, width: int, caches: Sequence[Any]) -> tuple[int, tuple[int, int] | None, bool]:
-        beyond = self._limit is not None and tokens_held(caches) + width > self._limit
-        return width, quantized_entry(caches), beyond
+    def _key(self, width: int, caches: Sequence[Any]) -> tuple[int, Situation, bool]:
+        # Within a run caches change their kind only by becoming another class.
+        kinds = tuple(map(type, caches))
+        if kinds not in self._likenesses:
+            self._likenesses[kinds] = Likeness(caches)
+        end = tokens_held(caches) + width
+        return width, Situation.at(self._likenesses[kinds], end), self._limit is not None and end > self._limit
 
     def _decide(self, width: int, caches: Sequence[Any]) -> str:
         if needs_mixers(caches):
@@ -168,9 +231,13 @@ class CertifiedRoutes:
             return BLOCK
         if mx.default_device() != mx.Device(mx.cpu):
             return self._step_through("on this device no block has been shown equal to one-token decode")
+        _, situation, beyond = self._key(width, caches)
+        if situation.caches.strangers:
+            names = ", ".join(situation.caches.strangers)
+            return self._step_through(f"{names} is none of the caches that are known to keep a part of a block")
         started = time.perf_counter()
-        certificate = certificate_for(self._target.model, quantized_entry(caches))
-        route = self._certified(certificate, width, beyond=self._key(width, caches)[2])
+        certificate = certificate_for(self._target.model, situation)
+        route = self._certified(certificate, width, beyond)
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
         if route is None:
             if certificate.failure is not None:

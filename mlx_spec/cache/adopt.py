@@ -23,9 +23,11 @@ from mlx_lm.models.cache import (
 
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
 from mlx_spec.cache.base import AskedMask, Drive, Journal, make_nest
+from mlx_spec.cache.batch_ring import BatchRingJournal
+from mlx_spec.cache.chunked import ChunkedJournal
 from mlx_spec.cache.recurrent import RecurrentJournal
-from mlx_spec.cache.ring import BatchRingJournal, RingJournal
-from mlx_spec.cache.stepwise import ChunkedJournal, StepwiseJournal
+from mlx_spec.cache.ring import RingJournal
+from mlx_spec.cache.stepwise import StepwiseJournal
 from mlx_spec.errors import UnsupportedOption
 
 _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
@@ -120,6 +122,96 @@ def quantized_entry(caches: Sequence[Any]) -> tuple[int, int] | None:
     return None
 
 
+class Likeness:
+    """Of what kinds a model's caches are; fresh ones of the same kinds can be made from it. Two alike are equal.
+
+    Attributes:
+        strangers: names of the classes that are none of mlx-lm's shared ones.
+        edges: lengths, ascending, at which some window wraps or is cut.
+    """
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        self._kinds = tuple(map(_kind, caches))
+        held = list(leaves(caches))
+        self.strangers = sorted({type(cache).__name__ for cache in held if type(cache) not in _MADE_FROM})
+        self.edges = sorted({getattr(cache, name) for cache in held for name in _EDGE.get(type(cache), ())})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Likeness) and other._kinds == self._kinds
+
+    def __hash__(self) -> int:
+        return hash(self._kinds)
+
+    def fresh(self) -> list[Any]:
+        """Empty caches; those to be quantized are float as yet."""
+        return list(map(_made, self._kinds))
+
+    def quantize(self, caches: list[Any]) -> None:
+        """Convert in place those of a fresh list that stand for quantized ones."""
+        for place, kind in enumerate(self._kinds):
+            if kind is not None and kind[0] is QuantizedKVCache:
+                group_size, bits = kind[1]
+                caches[place] = caches[place].to_quantized(group_size=group_size, bits=bits)
+
+
+_MADE_FROM: dict[type[Any], tuple[str, ...]] = {
+    KVCache: (),
+    QuantizedKVCache: ("group_size", "bits"),
+    ConcatenateKVCache: (),
+    RotatingKVCache: ("max_size", "keep"),
+    ChunkedKVCache: ("chunk_size",),
+    ArraysCache: ("cache",),
+}
+"""Fields that tell two caches of a class apart before they have read anything."""
+
+_EDGE: dict[type[Any], tuple[str, ...]] = {RotatingKVCache: ("max_size",), ChunkedKVCache: ("chunk_size",)}
+
+
+def _kind(cache: Any) -> tuple[Any, ...] | None:
+    if cache is None:
+        return None
+    if isinstance(cache, CacheList):
+        return CacheList, tuple(map(_kind, cache.caches))
+    fields = [getattr(cache, name) for name in _MADE_FROM.get(type(cache), ())]
+    return type(cache), tuple(len(field) if isinstance(field, list) else field for field in fields)
+
+
+def _made(kind: tuple[Any, ...] | None) -> Any:
+    if kind is None:
+        return None
+    made_of, fields = kind
+    if made_of is CacheList:
+        return CacheList(*map(_made, fields))
+    return KVCache() if made_of is QuantizedKVCache else made_of(*fields)
+
+
+def stretch(caches: Sequence[Any], length: int) -> None:
+    """Let caches that have read a little stand as one-token decode leaves them after `length` tokens.
+
+    Their rows become random ones; states of fixed size stay. No forward is run.
+
+    Args:
+        caches: float ones, each of mlx-lm's shared classes.
+    """
+    key = mx.random.key(length)
+    for cache in leaves(caches):
+        if isinstance(cache, ArraysCache) or cache.keys is None:
+            continue
+        rows = min(length, getattr(cache, *_EDGE[type(cache)]) if type(cache) in _EDGE else length)
+        cache.keys, cache.values = (_random_rows(array, rows, key) for array in (cache.keys, cache.values))
+        cache.offset = length
+        if isinstance(cache, ChunkedKVCache):
+            cache.start_position = length - rows
+        if isinstance(cache, RotatingKVCache):
+            beyond = length - rows
+            cache._idx = rows if beyond == 0 else cache.keep + 1 + (beyond - 1) % (rows - cache.keep)
+
+
+def _random_rows(like: mx.array, rows: int, key: mx.array) -> mx.array:
+    batch, heads, _, size = like.shape
+    return mx.random.normal((batch, heads, rows, size), like.dtype, key=key)
+
+
 class KVQuantization:
     """When and how mlx-lm turns a float cache into a quantized one.
 
@@ -170,7 +262,7 @@ def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """What the caches' future reads can see: rows up to the length where a length counts, else everything."""
     arrays: list[mx.array] = []
     for cache in leaves(caches):
-        by_length = type(cache) in _KEPT_BY_LENGTH and cache.keys is not None
+        by_length = type(cache) in (*_KEPT_BY_LENGTH, ChunkedKVCache) and cache.keys is not None
         state = cache.keys_and_values() if by_length else cache.state
         arrays.extend(array for _, array in tree_flatten(state) if isinstance(array, mx.array))
     return arrays

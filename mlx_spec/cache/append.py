@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, per_row, uniform
@@ -15,6 +15,10 @@ def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
     return super(type(self), self).update_and_fetch(keys, values)
 
 
+def _keys_and_values(self: Any) -> Any:
+    return self.journal.shown(super(type(self), self).keys_and_values)
+
+
 class AppendJournal(Journal):
     """Remembers the length at which the round began, and nothing else.
 
@@ -22,17 +26,20 @@ class AppendJournal(Journal):
     copy the whole buffer. Rows past the length are nobody's business, so keeping a prefix is one assignment.
     """
 
-    methods = (("update_and_fetch", _update_and_fetch),)
+    methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
+    counter = "offset"
+    """The cache's field that counts its rows in use."""
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
         self._base = self.length
         self._appended = 0
+        self._marked = 0
 
     @property
     def length(self) -> int:
         """Rows of the buffers that are in use."""
-        return int(self._cache.offset)
+        return int(getattr(self._cache, self.counter))
 
     def admit(self, tokens: int) -> None:
         """Refuse tokens beyond the round's width, before anything is written."""
@@ -45,8 +52,19 @@ class AppendJournal(Journal):
         self._require_untouched()
         self._appended += tokens
 
+    def shown(self, read: Callable[[], Any]) -> Any:
+        """What the cache shows a mixer that goes by position: nothing that stands behind its position."""
+        length = self.length
+        if self.looking_at is None:
+            return read()
+        setattr(self._cache, self.counter, min(length, self._base + self._marked + self.looking_at + 1))
+        try:
+            return read()
+        finally:
+            setattr(self._cache, self.counter, length)
+
     def mark(self, position: int) -> None:
-        del position
+        self._marked = position
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
@@ -77,6 +95,13 @@ class AppendJournal(Journal):
 class ConcatenateJournal(AppendJournal):
     """A cache without spare capacity: its arrays end with its last token, so rows past the length are cut off."""
 
+    def shown(self, read: Callable[[], Any]) -> Any:
+        keys, values = read()
+        if self.looking_at is None:
+            return keys, values
+        length = self._base + self._marked + self.looking_at + 1
+        return keys[..., :length, :], values[..., :length, :]
+
     def plan(self, retained: Sequence[int]) -> Apply:
         apply = super().plan(retained)
         return apply if apply is kept_whole else lambda: self._cut(self._base + retained[0])
@@ -100,14 +125,12 @@ class BatchAppendJournal(AppendJournal):
     `finalize` do it; that moves the whole of the buffers.
     """
 
+    counter = "_idx"
+
     def __init__(self, cache: Any, width: int) -> None:
         # Two arrays of one number per row, of which a model's own writes leave these handles alone.
         self._rows = (copy.copy(cache.offset), copy.copy(cache.left_padding))
         super().__init__(cache, width)
-
-    @property
-    def length(self) -> int:
-        return int(self._cache._idx)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         counts = per_row(retained, self._rows[0].size)

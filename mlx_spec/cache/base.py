@@ -28,12 +28,19 @@ class Drive(enum.Enum):
 
 
 class AskedMask(NamedTuple):
-    """A mask a model got from a leaf for a block, the leaf's class, and the arguments after the length."""
+    """A mask a model got from a leaf for a block.
+
+    Attributes:
+        asker: the leaf's class.
+        args, keywords: the arguments after the length.
+        rows: position -> the mask for that position alone, once a mixer that goes by position needed it.
+    """
 
     mask: mx.array
     asker: type[Any]
     args: tuple[Any, ...]
     keywords: dict[str, Any]
+    rows: dict[int, Any]
 
 
 Apply = Callable[[], None]
@@ -56,6 +63,7 @@ class Journal(abc.ABC):
         closed: the round is over; its leaf can no longer be written.
         by_position: the token mixer that reads this cache must take the block one position at a time.
         wants_positions: only then can part of a block be kept.
+        looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
 
@@ -63,6 +71,7 @@ class Journal(abc.ABC):
     closed: bool = False
     by_position: bool = False
     wants_positions: bool = False
+    looking_at: int | None = None
     masks: dict[int, AskedMask]
 
     def __init__(self, cache: Any, width: int) -> None:
@@ -106,8 +115,12 @@ class Journal(abc.ABC):
         return 0
 
     def before_position(self, position: int) -> None:
-        """The token mixer is about to take this position of the block on its own."""
-        del position
+        """The token mixer is about to take this position of the forward on its own."""
+        self.looking_at = position
+
+    def after_positions(self) -> None:
+        """It has taken the last one."""
+        self.looking_at = None
 
     def tape(self, replay: Callable[[int], None], nbytes: int) -> None:
         """Offer a way to run the round's inputs again, and the bytes they hold. Most caches need none."""
@@ -171,7 +184,7 @@ def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
     """The cache's own mask; for a block it is remembered how it was asked for, so that one row can be."""
     mask = super(type(self), self).make_mask(tokens, *args, **keywords)
     if tokens > 1 and isinstance(mask, mx.array):
-        self.journal.masks[id(mask)] = AskedMask(mask, type(self), args, keywords)
+        self.journal.masks[id(mask)] = AskedMask(mask, type(self), args, keywords, {})
     return mask
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, uniform
-from mlx_spec.cache.stepwise import Snapshot, StepwiseJournal
+from mlx_spec.cache.stepwise import Snapshot
 from mlx_spec.errors import TransactionError
 
 
@@ -20,11 +20,13 @@ class RingPlace(NamedTuple):
         rows: allocated rows; 0 before the first write.
         cursor: mlx-lm's `_idx`.
         offset: tokens read so far.
+        turned: writes of the round made since the ring first wrapped.
     """
 
     rows: int
     cursor: int
     offset: int
+    turned: int = 0
 
 
 class RingPath:
@@ -36,36 +38,49 @@ class RingPath:
         trimmed: rows the first write cuts away, left behind by a prompt chunk longer than the window.
     """
 
-    def __init__(self, cache: Any, writes: int) -> None:
-        self._cache = cache
-        rows = 0 if cache.keys is None else cache.keys.shape[2]
-        self.places = [RingPlace(rows, cache._idx, cache.offset)]
+    def __init__(self, cache: Any, start: RingPlace, keep: int, wrapped: bool) -> None:
+        """
+        Args:
+            cache: what has `max_size` and `step`; nothing else of it is looked at.
+            keep: rows at the front that are never overwritten.
+            wrapped: the ring went round before.
+        """
+        self._max_size, self._step_rows, self._keep = cache.max_size, cache.step, keep
+        self._wrapped = wrapped
+        self.places = [start]
         self.slots: list[int] = []
-        self.trimmed = max(0, rows - cache.max_size)
+        self.trimmed = max(0, start.rows - self._max_size)
+
+    def walk(self, writes: int) -> RingPath:
+        """Go on by as many one-token writes."""
         for _ in range(writes):
             self._step()
+        return self
 
     def _step(self) -> None:
-        cache = self._cache
-        rows, cursor, offset = self.places[-1]
-        if rows == 0 or (offset >= rows and rows < cache.max_size):
-            rows += min(cache.step, cache.max_size - offset)
+        rows, cursor, offset, turned = self.places[-1]
+        if rows == 0 or (offset >= rows and rows < self._max_size):
+            rows += min(self._step_rows, self._max_size - offset)
             cursor = offset
-        if rows > cache.max_size:
-            rows, cursor = cache.max_size, cache.max_size
-        if cursor == cache.max_size:
-            cursor = cache.keep
+        if rows > self._max_size:
+            rows, cursor = self._max_size, self._max_size
+        if cursor == self._max_size:
+            cursor, self._wrapped = self._keep, True
         self.slots.append(cursor)
-        self.places.append(RingPlace(rows, cursor + 1, offset + 1))
+        self.places.append(RingPlace(rows, cursor + 1, offset + 1, turned + self._wrapped))
 
     def source(self, slot: int) -> int:
         """The row of the present buffers that stands in `slot` once the first write has cut it."""
-        return slot if slot < self._cache.keep else slot + self.trimmed
+        return slot if slot < self._keep else slot + self.trimmed
 
 
 def _update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
     self.journal.admit(keys, values)
     return super(type(self), self).update_and_fetch(keys, values)
+
+
+def _keys_and_values(self: Any) -> Any:
+    return self.journal.shown(super(type(self), self).keys_and_values)
 
 
 class RingJournal(Journal):
@@ -75,18 +90,31 @@ class RingJournal(Journal):
     attended before the write that replaces it. A write of several tokens is kept or undone whole.
     """
 
-    methods = (("update_and_fetch", _update_and_fetch),)
+    methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
     wants_positions = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
-        self._path = RingPath(cache, width)
+        self._path = self._path_of(cache).walk(width)
         self._written: list[tuple[mx.array, mx.array]] = []
         self._whole: Snapshot | None = None
         self._appended = 0
+        self._marked = 0
+        self._views: dict[int, tuple[mx.array, mx.array]] = {}
         # A cut makes new buffers, so holding the old ones costs no copy.
         self._uncut = (copy.copy(cache.keys), copy.copy(cache.values)) if self._path.trimmed else None
         self._saved = self._save()
+
+    def _path_of(self, cache: Any) -> RingPath:
+        start = RingPlace(rows_of(cache), cache._idx, self._offset())
+        return RingPath(cache, start, cache.keep, wrapped=False)
+
+    def _offset(self) -> int:
+        return int(self._cache.offset)
+
+    def _set_place(self, count: int) -> None:
+        place = self._path.places[count]
+        self._cache._idx, self._cache.offset = place.cursor, place.offset
 
     def _save(self) -> dict[int, int]:
         """Copy the rows to be overwritten. Maps a slot to its place in the copies."""
@@ -122,11 +150,21 @@ class RingJournal(Journal):
 
     def _require_untouched(self) -> None:
         want = self._path.places[0].offset + self._appended
-        if self._cache.offset != want:
-            raise changed_outside(f"length {self._cache.offset}, expected {want}")
+        if self._offset() != want:
+            raise changed_outside(f"length {self._offset()}, expected {want}")
+
+    def shown(self, read: Callable[[], Any]) -> Any:
+        """What the cache shows a mixer that goes by position: the window as it stood there."""
+        count = self._appended if self.looking_at is None else self._marked + self.looking_at + 1
+        if count >= self._appended:
+            return read()
+        if count not in self._views:
+            self._views[count] = self._as_after(count)
+        return self._views[count]
 
     def mark(self, position: int) -> None:
-        del position
+        self._marked = position
+        self._views = {}
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
@@ -151,7 +189,8 @@ class RingJournal(Journal):
 
     @property
     def nbytes(self) -> int:
-        arrays = [*self._copies, *(self._uncut or ()), *(array for pair in self._written for array in pair)]
+        pairs = [*self._written, *self._views.values()]
+        arrays = [*self._copies, *(self._uncut or ()), *(array for pair in pairs for array in pair)]
         return sum(array.nbytes for array in arrays)
 
     def _go_back_to(self, count: int) -> None:
@@ -165,44 +204,52 @@ class RingJournal(Journal):
             cache.keys = cache.values = None
         else:
             self._put_rows_back(count, place.rows)
-        cache._idx, cache.offset = place.cursor, place.offset
+        self._set_place(count)
 
     def _put_rows_back(self, count: int, rows: int) -> None:
         cache = self._cache
         if rows < cache.keys.shape[2]:
             cache.keys, cache.values = (mx.contiguous(array[..., :rows, :]) for array in (cache.keys, cache.values))
+        for slot, (keys, values) in self._changed_since(count).items():
+            if slot < rows:
+                cache.keys[..., slot : slot + 1, :] = keys
+                cache.values[..., slot : slot + 1, :] = values
+
+    def _changed_since(self, count: int) -> dict[int, tuple[mx.array, mx.array]]:
+        """Slot -> the row that stood there after `count` writes, for every slot written since."""
         latest = {slot: write for write, slot in enumerate(self._path.slots[:count])}
+        rows = {}
         for slot in sorted(set(self._path.slots[count : self._appended])):
-            if slot >= rows:
-                continue
             if slot in latest:
-                keys, values = self._written[latest[slot]]
+                rows[slot] = self._written[latest[slot]]
             elif slot in self._saved:
                 keys, values = (copies[..., self._saved[slot] : self._saved[slot] + 1, :] for copies in self._copies)
+                rows[slot] = keys, values
             else:
                 # Allocated within the round, so it held what a new allocation holds.
-                keys, values = (mx.zeros_like(array) for array in self._written[0])
-            cache.keys[..., slot : slot + 1, :] = keys
-            cache.values[..., slot : slot + 1, :] = values
+                keys, values = self._written[0]
+                rows[slot] = mx.zeros_like(keys), mx.zeros_like(values)
+        return rows
+
+    def _as_after(self, count: int) -> tuple[mx.array, mx.array]:
+        """The rows a reader would have been shown after `count` writes, in buffers of their own."""
+        place = self._path.places[count]
+        used = min(place.rows, place.offset)
+        changed = {slot: rows for slot, rows in self._changed_since(count).items() if slot < used}
+        held = [self._cache.keys[..., :used, :], self._cache.values[..., :used, :]]
+        if not changed:
+            return held[0], held[1]
+        sources = list(range(used))
+        for place_of_row, slot in enumerate(changed):
+            sources[slot] = used + place_of_row
+        index = mx.array(sources)
+        keys, values = (
+            mx.take(mx.concatenate([array, *(pair[side] for pair in changed.values())], axis=2), index, axis=2)
+            for side, array in enumerate(held)
+        )
+        return keys, values
 
 
-class BatchRingJournal(StepwiseJournal):
-    """A ring of several rows: one handle per position; rows that keep different counts are taken apart and merged."""
-
-    def plan(self, retained: Sequence[int]) -> Apply:
-        if len(set(retained)) == 1:
-            return super().plan(retained)
-        for count in set(retained):
-            super().plan([count])
-        return lambda: self._keep_ragged(list(retained))
-
-    def _keep_ragged(self, counts: list[int]) -> None:
-        cache = self._cache
-        self._steps[self.width] = Snapshot(cache)
-        rows = []
-        for row, count in enumerate(counts):
-            self._steps[count].restore()
-            rows.append(cache.extract(row))
-        merged = type(cache).merge(rows)
-        cache.__dict__.clear()
-        cache.__dict__.update(merged.__dict__)
+def rows_of(cache: Any) -> int:
+    """Rows a window has allocated."""
+    return 0 if cache.keys is None else int(cache.keys.shape[2])

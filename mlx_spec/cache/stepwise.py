@@ -162,21 +162,3 @@ class StepwiseJournal(Journal):
     @property
     def nbytes(self) -> int:
         return sum(step.nbytes for step in self._steps.values())
-
-
-class ChunkedJournal(StepwiseJournal):
-    """A window that the model itself trims at the front before every forward, hence before every position."""
-
-    _start = 0
-
-    @property
-    def lost(self) -> int:
-        return int(self._cache.start_position - self._start)
-
-    def before_position(self, position: int) -> None:
-        super().before_position(position)
-        if position:
-            self._cache.maybe_trim_front()
-        else:
-            # The model has trimmed for the block by now, and made its masks from here on.
-            self._start = self._cache.start_position

@@ -31,6 +31,10 @@ GROWTH = 256
 """Rows by which mlx-lm's buffers grow."""
 
 
+class UnknownCache(KVCache):
+    """What a model of tomorrow may bring: it could keep more than its parent, so only whole states are trusted."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One cache class, or nest of them.
@@ -84,10 +88,10 @@ KINDS = {
         Kind("ring_without_keep", lambda: RotatingKVCache(RING), RING),
         Kind("arrays", lambda: ArraysCache(2), WINDOW_STEPS, stepwise=True),
         Kind("arrays_padded", lambda: ArraysCache(2, left_padding=[2, 0]), WINDOW_STEPS, batch=2, stepwise=True),
-        Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, stepwise=True),
+        Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, by_length=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
         Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True),
-        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, stepwise=True),
+        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2),
         Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True),
     )
 }

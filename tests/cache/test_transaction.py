@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.errors import TransactionError
-from tests.cache.kinds import CHUNK, GROWTH, KINDS, RING, Kind, append
+from tests.cache.kinds import GROWTH, KINDS, RING, Kind, UnknownCache, append
 from tests.oracle import independent_copy
 from tests.same_cache import assert_same_cache
 
@@ -267,7 +267,7 @@ def test_a_stepwise_cache_keeps_only_what_ends_at_a_mark(kind: Kind) -> None:
 
 
 def test_a_layer_that_refuses_leaves_the_other_layers_uncommitted() -> None:
-    plain, window = KVCache(), ChunkedKVCache(CHUNK)
+    plain, window = KVCache(), UnknownCache()
     with SpeculativeCacheTransaction([plain, window], WIDTH) as tx:
         append(tx.caches[0], BLOCK[:2])
         for token in BLOCK[:2]:

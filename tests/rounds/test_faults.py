@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from mlx_spec import certify
-from mlx_spec.cache.adopt import KVQuantization, cache_arrays
+from mlx_spec.cache.adopt import KVQuantization, Likeness, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, is_pure, stream_generate
@@ -32,6 +32,9 @@ EMITTED = 10
 WIDTH = 5
 STEP = 4
 """Chunk of the prompt: its six tokens before the last are read as 4 + 2."""
+
+DENSE = certify.Situation(Likeness(MIXES["dense"].new_cache()))
+"""What the certificate of a short text on the dense mix is about."""
 
 EVERY_MIX = pytest.mark.parametrize("mix", REQUIRED)
 
@@ -338,7 +341,7 @@ def test_fault_while_a_width_is_certified_costs_nothing_later(
     call: int, late: bool, wrap_forward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, model = stock("dense"), MIXES["dense"].model()
-    certificate = certify.Certificate(model, None)
+    certificate = certify.Certificate(model, DENSE)
     monkeypatch.setattr(certify, "certificate_for", lambda *key: certificate)
     fault = Fault("while certifying")
     wrap_forward("dense", failing_forward(call, fault, late))
@@ -347,7 +350,7 @@ def test_fault_while_a_width_is_certified_costs_nothing_later(
     assert_left_right("dense", broken)
     got = speculate(MIXES["dense"], drafter_for("right", "dense"), max_tokens=EMITTED, draft_block_size=WIDTH)
     assert_equals_stock(got, run, EMITTED)
-    fresh = certify.Certificate(model, None).holds(WIDTH, BLOCK)
+    fresh = certify.Certificate(model, DENSE).holds(WIDTH, BLOCK)
     assert certificate.holds(WIDTH, BLOCK) == fresh, "a fault while certifying left a wrong verdict"
 
 

@@ -1,0 +1,89 @@
+"""Full attention within chunks: a window that the model cuts at the front before every forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.cache.append import AppendJournal
+from mlx_spec.cache.base import Apply, kept_whole
+
+
+class ChunkedJournal(AppendJournal):
+    """Remembers the length, and copies the rows that single steps of the round would cut from the front.
+
+    One-token decode cuts before every token, so after n tokens a chunk begins at `_start_after(n)`, however the
+    block was fed.
+    """
+
+    wants_positions = True
+
+    def __init__(self, cache: Any, width: int) -> None:
+        super().__init__(cache, width)
+        self._start = self._first_start = cache.start_position
+        # A chunk longer than its size, as a prompt leaves it, loses the surplus to the first token whatever is kept.
+        surplus = self._start_after(1) > self._start
+        self._uncut = (copy.copy(cache.keys), copy.copy(cache.values)) if surplus else None
+        first, last = self._start_after(1), min(self._start_after(width), self._base)
+        self._front: tuple[mx.array, ...] = ()
+        if last > first:
+            index = mx.arange(first - self._start, last - self._start)
+            # A gather makes a buffer of its own; a slice might share the chunk's and make the next write copy it.
+            self._front = (mx.take(cache.keys, index, axis=2), mx.take(cache.values, index, axis=2))
+            mx.async_eval(*self._front)
+
+    @property
+    def lost(self) -> int:
+        return int(self._cache.start_position - self._first_start)
+
+    def before_position(self, position: int) -> None:
+        super().before_position(position)
+        if position:
+            self._cache.maybe_trim_front()
+        else:
+            # The model has cut for the block by now, and made its masks from here on.
+            self._first_start = self._cache.start_position
+
+    def shown(self, read: Callable[[], Any]) -> Any:
+        return read()
+
+    def plan(self, retained: Sequence[int]) -> Apply:
+        apply = super().plan(retained)
+        return kept_whole if apply is kept_whole else lambda: self._go_to(retained[0])
+
+    def restore(self) -> None:
+        self._go_to(0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self._front, *(self._uncut or ())))
+
+    def _start_after(self, count: int) -> int:
+        """Position of the first row after so many one-token forwards."""
+        if count == 0:
+            return self._start
+        return max(self._start, self._base + count - 1 - self._cache.chunk_size)
+
+    def _go_to(self, count: int) -> None:
+        cache, start, end = self._cache, self._start_after(count), self._base + count
+        if count == 0 and self._uncut is not None:
+            cache.keys, cache.values = self._uncut
+        elif end == 0:
+            cache.keys = cache.values = None
+        elif start != cache.start_position:
+            cache.keys, cache.values = (self._rows(side, start, end) for side in range(2))
+        cache.start_position, cache.offset = start, end
+
+    def _rows(self, side: int, start: int, end: int) -> mx.array:
+        """Rows [start, end) by position, from what the cache still has and the copies of its front."""
+        held = (self._cache.keys, self._cache.values)[side]
+        first = self._cache.start_position
+        rows: mx.array = held[..., max(0, start - first) : end - first, :]
+        if start >= first:
+            return mx.contiguous(rows)
+        front_start = self._start_after(1)
+        front = self._front[side][..., start - front_start : min(first, end) - front_start, :]
+        return mx.concatenate([front, rows], axis=2)
