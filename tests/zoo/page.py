@@ -94,7 +94,10 @@ def _routes(outcome: Outcome) -> str:
 
 def markdown(report: Report, command: str) -> str:
     """The page."""
-    return "\n".join([*_head(report, command), "", *_table(report), *_stopped(report), *_half(report)]) + "\n"
+    return (
+        "\n".join([*_head(report, command), "", *_table(report), *_stepping(report), *_stopped(report), *_half(report)])
+        + "\n"
+    )
 
 
 def _head(report: Report, command: str) -> list[str]:
@@ -116,8 +119,10 @@ def _head(report: Report, command: str) -> list[str]:
         "of mlx-lm's one-token loop.",
         "",
         "Strategy says how an open round remembers a cache: `append` by its length, `ring` by an undo log of rows, "
-        "`recurrent` by the old state and the mixer's inputs, `stepwise` and `chunked` by a handle per position. "
-        "The route says how a block is verified: `block` by one forward, `step-through` by one-token forwards. "
+        "`recurrent` by the old state and the mixer's inputs, `chunked` by its length and the rows cut from its front, "
+        "`stepwise` by a handle per position. The route says how a block is verified: `block` by one forward, "
+        "`block, mixers by position` by one forward whose token mixers take one position at a time, `step-through` "
+        "by one-token forwards. "
         f"Bytes are what an open round of {RETAINED_WIDTH} tokens retains.",
         "",
         f"**{report.summary()}.** {len(modules)} architectures in {len(report.findings)} configs.",
@@ -152,6 +157,11 @@ def _cell(outcome: Outcome | None) -> str:
     if outcome is None or outcome.reason is not None:
         return "does not run"
     return _routes(outcome)
+
+
+def _stepping(report: Report) -> list[str]:
+    rows = [f"| {_named(finding)} | {'; '.join(finding.stepping)} |" for finding in report.running if finding.stepping]
+    return ["", "## Stepped through", "", "| architecture | why |", "|---|---|", *rows] if rows else []
 
 
 def _stopped(report: Report) -> list[str]:

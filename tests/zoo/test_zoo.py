@@ -18,6 +18,7 @@ ZOO = {specimen.name: specimen for specimen in whole_zoo()}
 SUBSET = (
     "afm7",
     "baichuan_m1",
+    "bailing_hybrid",
     "bailing_moe_v3",
     "deepseek_v3, dense",
     "deepseek_v32, dense",
@@ -37,7 +38,10 @@ SUBSET = (
     "mamba",
     "mamba2",
     "minimax_m3_vl",
+    "ministral3, sliding layers",
+    "mistral4",
     "nanbeige, two loops",
+    "olmo",
     "plamo2",
     "qwen3, ring that keeps its first tokens",
     "qwen3_5",
@@ -49,13 +53,22 @@ SUBSET = (
 
 IN_HALF = ("deepseek_v3, dense", "gear", "gemma4_text", "llama", "llama, sliding layers", "mamba2", "qwen3_5")
 
+STEPPED_THROUGH = {
+    "deepseek_v41": "a cache class of its own, and indices into it made for the whole block",
+    "deepseek_v41, nothing pooled": "the same",
+    "iquestloopcoder": "it attends in the body of the model, where no mixer is called",
+}
+"""Architectures whose blocks are verified by one-token forwards, and why."""
+
 SOON = Plan(widths=(3, 5), patterns=("cycling", "random"), dtypes=("float32",), tokens=32)
 
 
 def check(specimen: Specimen, plan: Plan) -> None:
     finding = examine(specimen, plan)
     assert finding.differences == []
-    if not finding.runs:
+    if finding.runs:
+        assert finding.steps_through == (specimen.name in STEPPED_THROUGH), finding.stepping
+    else:
         reasons = {outcome.reason for outcome in finding.outcomes.values()}
         assert all("Metal" in str(reason) for reason in reasons), reasons
         pytest.skip(f"{specimen.name}: {reasons}")
@@ -94,7 +107,7 @@ def test_every_architecture_is_exact(name: str) -> None:
 
 
 def test_the_zoo_notices_a_block_that_rounds_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Certificate, "holds", lambda self, width: True)
+    monkeypatch.setattr(Certificate, "holds", lambda self, width, route: True)
     finding = examine(ZOO["deepseek_v3, dense"], SOON)
     assert finding.runs
     assert not finding.exact
@@ -112,6 +125,10 @@ def test_a_broken_config_is_a_finding_and_no_crash() -> None:
     assert finding.differences == []
     unknown = examine(Specimen("unknown", {"model_type": "no such thing"}), SOON)
     assert {outcome.reason for outcome in unknown.outcomes.values()} == {"Model type no such thing not supported."}
+
+
+def test_what_is_stepped_through_is_in_the_zoo() -> None:
+    assert set(STEPPED_THROUGH) <= set(ZOO)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:

@@ -51,6 +51,9 @@ RETAINED_WIDTH = 5
 RETAINED_AFTER = 32
 """Bytes of an open round are counted at this width, this many tokens after the first prompt."""
 
+STEPPED = "verified one token at a time, which cannot be faster than plain decoding: "
+"""How the statistics begin to tell why blocks are stepped through."""
+
 Accepts = Callable[[int, int], int]
 """(round, proposals) -> proposals that shall be accepted."""
 
@@ -63,11 +66,18 @@ class Outcome:
         reason: why it does not run here, None if it does: the first line of what the stock loop raised.
         routes: verify width -> route, as the statistics told it.
         differences: what was not as the stock loop has it, each with its width and pattern.
+        stepping: why blocks were stepped through, as the statistics told it, each reason once.
     """
 
     reason: str | None = None
     routes: dict[int, str] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
+    stepping: list[str] = field(default_factory=list)
+
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Note why one run stepped through, if it did."""
+        reasons = [note.removeprefix(STEPPED) for note in notes if note.startswith(STEPPED)]
+        self.stepping = list(dict.fromkeys([*self.stepping, *reasons]))
 
     def add_route(self, width: int, route: str) -> None:
         """Note the route of one run; runs that went different ways are named with "and"."""
@@ -106,6 +116,11 @@ class Finding:
     @property
     def exact(self) -> bool:
         return self.runs and not self.differences
+
+    @property
+    def stepping(self) -> list[str]:
+        """Why it steps through, each reason once."""
+        return list(dict.fromkeys(reason for outcome in self.outcomes.values() for reason in outcome.stepping))
 
     @property
     def steps_through(self) -> bool:
@@ -266,6 +281,7 @@ def _compare(outcome: Outcome, subject: Subject, plan: Plan) -> None:
             outcome.differences.append(f"{where}: {type(error).__name__}: {first_line(error)}")
             continue
         outcome.add_route(width, statistics.verify_route)
+        outcome.add_notes(statistics.notes)
         if difference is not None:
             outcome.differences.append(f"{where}: {difference}")
 
