@@ -25,13 +25,14 @@ from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.pairing import load_drafter
 from mlx_spec.request import Request
-from mlx_spec.rounds.engine import STEP_THROUGH, Emission, Engine
+from mlx_spec.rounds.engine import Emission, Engine
 from mlx_spec.rounds.registry import open_loop
 from mlx_spec.sampling import LogitsProcessor, Sampler, Sampling
 from mlx_spec.schedule import MAX_WIDTH, FixedWidth
 from mlx_spec.stats import Statistics
 from mlx_spec.stops import TextStream
 from mlx_spec.target.model import Target
+from mlx_spec.target.routes import STEP_THROUGH
 
 Drafting = Drafter | nn.Module | str | None
 

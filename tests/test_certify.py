@@ -14,11 +14,12 @@ import pytest
 
 from mlx_spec import generate_step
 from mlx_spec.cache.adopt import Likeness
-from mlx_spec.certify import Certificate, CertifiedRoutes, Situation, certificate_for
+from mlx_spec.certify import Certificate, CertifiedRoutes, certificate_for
 from mlx_spec.errors import CannotMix
-from mlx_spec.rounds.engine import BLOCK, POSITIONS, STEP_THROUGH
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
+from mlx_spec.target.routes import BLOCK, POSITIONS, STEP_THROUGH
+from mlx_spec.target.trial import PROBES, Situation
 from tests.oracle import rng_key
 from tests.scripted import RightDrafter
 from tests.tiny import MIXES, PROMPT, VOCAB
@@ -162,10 +163,11 @@ def test_a_width_is_tried_once_and_steps_are_shared_between_widths() -> None:
         certificate = Certificate(model, situation())
         for width in (3, 3, 5, 3, 2):
             certificate.holds(width)
-    prompt, *rest = forwards.widths
-    assert prompt > 1
-    assert sorted(width for width in rest if width > 1) == [2, 3, 5]
-    assert rest.count(1) == 5
+    traced, prompts, rest = forwards.widths[:2], forwards.widths[2:4], forwards.widths[4:]
+    assert traced == [1, 3]
+    assert prompts == [probe.tokens for probe in PROBES]
+    assert sorted(width for width in rest if width > 1) == [2, 2, 3, 3, 5, 5]
+    assert rest.count(1) == 5 * len(PROBES)
 
 
 def test_the_second_request_makes_no_forward_more_than_it_needs() -> None:
@@ -217,12 +219,12 @@ def test_threads_that_ask_at_once_get_one_trial() -> None:
             thread.join()
     assert len(got) == 4
     assert len(set(got)) == 1
-    assert forwards.widths.count(4) == 1
+    assert forwards.widths.count(4) == len(PROBES)
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(14))
 def test_a_trial_that_was_interrupted_is_begun_again(at: int) -> None:
-    """Forward 0 reads the prompt, 1..4 are single steps, 5 is the block."""
+    """Forwards 0 and 1 are traced, 2 and 3 read the probes; then for each come four single steps and the block."""
     model = fresh_model()
     left = [at]
 
@@ -322,7 +324,7 @@ def test_a_route_that_fails_in_a_round_is_not_taken_again() -> None:
 
 def test_bits_hidden_by_half_precision_are_found_in_the_caches() -> None:
     model = MIXES["mamba2"].model(mx.bfloat16)
-    assert not Certificate(model, situation("mamba2")).holds(5, BLOCK)
+    assert not Certificate(model, situation("mamba2")).holds(5)
 
 
 def test_the_fast_way_takes_any_block_untried_and_says_what_that_means() -> None:
@@ -342,16 +344,6 @@ def test_one_token_needs_no_certificate() -> None:
         with acting(model, forwards):
             assert chosen.route(1, MIXES[name].new_cache()) == BLOCK
         assert (forwards.widths, statistics.notes) == ([], [])
-
-
-def test_nothing_is_taken_for_granted_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, forwards = fresh_model(), Forwards()
-    chosen, statistics = routes(model)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    with acting(model, forwards):
-        assert chosen.route(4, MIXES["dense"].new_cache()) == STEP_THROUGH
-    assert forwards.widths == []
-    assert "on this device" in statistics.notes[0]
 
 
 @on_cpu

@@ -19,9 +19,10 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.adopt import Likeness, stretch
-from mlx_spec.certify import Certificate, Situation, certificate_for
-from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from mlx_spec.certify import Certificate, certificate_for
 from mlx_spec.target.mixers import attach as attach_mixers
+from mlx_spec.target.routes import BLOCK, STEP_THROUGH
+from mlx_spec.target.trial import PROBES, Situation
 from tests.test_certify import ON_CPU, fresh_model, on_cpu, routes, situation
 from tests.tiny import MIXES, PROMPT
 
@@ -62,7 +63,7 @@ def test_a_block_that_is_wrong_only_beyond_the_window_is_taken_before_and_refuse
     model, caches = fresh_model("sliding"), MIXES["sliding"].new_cache()
     window = window_of("sliding")
     chosen, _ = routes(model)
-    with Lengths(wrong_beyond=window + 4).watching(model):
+    with Lengths(wrong_beyond=PROBES[-1].tokens + 2).watching(model):
         model(mx.array([PROMPT]), cache=caches)
         assert chosen.route(2, caches) == BLOCK
         while caches[0].offset <= window:
@@ -76,8 +77,9 @@ def test_blocks_are_tried_from_the_probes_prompt_and_from_every_start_of_the_sit
     attach_mixers(model)
     with seen.watching(model):
         assert Certificate(model, beyond).holds(4) or not ON_CPU
-    prompt, *blocks = seen.ends
-    assert {end - 4 for end in blocks} == {prompt, *beyond.starts}
+    _, *prompts = seen.ends[: 1 + len(PROBES)]
+    assert prompts == [probe.tokens for probe in PROBES]
+    assert {end - 4 for end in seen.ends[3:]} == {*prompts, *beyond.starts}
 
 
 @pytest.mark.parametrize(("edge", "starts"), [(8, [13]), (9, [14]), (10, [8, 15]), (512, [510, 517])])

@@ -109,6 +109,11 @@ def needs_mixers(caches: Sequence[Any]) -> bool:
     return any(type(cache) not in _KEPT_BY_LENGTH for cache in leaves(caches))
 
 
+def runs_again(caches: Sequence[Any]) -> bool:
+    """Whether part of a block is kept in some cache by running its mixer again."""
+    return any(_KEPT_IN_PART.get(type(cache)) is RecurrentJournal for cache in leaves(caches))
+
+
 def tokens_held(caches: Sequence[Any]) -> int:
     """Tokens the caches have read so far, as far as any of them counts; 0 when none does."""
     return max((cache.offset for cache in leaves(caches) if isinstance(getattr(cache, "offset", None), int)), default=0)

@@ -21,6 +21,7 @@ from mlx_spec.rounds.walks import Block, Token, Walk, open_walk
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.schedule import FixedWidth
 from mlx_spec.target.model import Target, TargetOutput
+from mlx_spec.target.routes import Route
 
 _CLEAR_EVERY_TOKENS = 256
 """How often mlx's buffer cache is cleared, as the one-token loop does."""
@@ -34,19 +35,14 @@ class Emission(NamedTuple):
     from_draft: bool
 
 
-BLOCK = "block"
-POSITIONS = "block, mixers by position"
-STEP_THROUGH = "step-through"
-
-
 class Routes(Protocol):
     """Tells how a block of some width may be verified on these caches."""
 
-    def route(self, width: int, caches: list[Any]) -> str:
-        """BLOCK, POSITIONS or STEP_THROUGH."""
+    def route(self, width: int, caches: list[Any]) -> Route:
+        """The cheapest one that is known to be equal to one-token decode."""
 
     def demote(self, width: int, caches: list[Any], error: Exception) -> None:
-        """The route for this width failed with this error: answer STEP_THROUGH from here on."""
+        """The route for this width failed with this error: answer another one from here on."""
 
 
 @dataclass(kw_only=True)
@@ -66,7 +62,7 @@ class OpenRound:
     block: Block
     output: TargetOutput
     walk: Walk
-    route: str
+    route: Route
     stage_ms: dict[str, float]
     key: mx.array | None
     out: list[int] = field(default_factory=list)
@@ -222,15 +218,13 @@ class Engine:
         self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms, key=key)
         return self._open
 
-    def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, str]:
+    def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, Route]:
         """Run the target on a block, by the route that is in force. The transaction is left open."""
         request, width = self._request, inputs.shape[1]
         route = self._routes.route(width, request.caches)
-        drive = Drive.POSITIONS if route == POSITIONS else Drive.BLOCK
-        tx = SpeculativeCacheTransaction(request.caches, width, drive=drive)
+        tx = SpeculativeCacheTransaction(request.caches, width, drive=route.drive)
         try:
-            verify = self._target.step_through if route == STEP_THROUGH else self._target.forward_block
-            return tx, verify(inputs, tx, self._loop.taps), route
+            return tx, self._target.verify(inputs, tx, route, self._loop.taps), route
         except CannotMix as error:
             tx.abort()
             self._routes.demote(width, request.caches, error)
@@ -325,7 +319,7 @@ class Engine:
 
     def _count(self, current: OpenRound) -> None:
         width = current.block.width
-        record = RoundRecord(width, width - 1, len(current.out) - 1, current.route, current.stage_ms)
+        record = RoundRecord(width, width - 1, len(current.out) - 1, current.route.name, current.stage_ms)
         self._request.statistics.count_round(record)
 
     def _settle(self) -> None:

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.cache.base import AskedMask, is_leaf, journals_of
 from mlx_spec.errors import CannotMix
+from mlx_spec.target.routes import plan_in_force
 
 _FIRST_POSITION = ("offset", "start_pos")
 """Names of arguments by which models tell a mixer where its first token stands."""
@@ -69,7 +70,9 @@ class Mix:
         positions = self._passed_on is not None or any(journal.by_position for journal in journals)
         if len(journals) == 1 and self._inputs is not None:
             # A mixer with several caches cannot be run again for one of them: that one keeps a handle per position.
-            journals[0].tape(partial(self._replay, positions), self._inputs.nbytes)
+            # Another number of rows may need other routes for the mixer's ops; one row needs none.
+            singly = positions or plan_in_force() is not None
+            journals[0].tape(partial(self._replay, singly), self._inputs.nbytes)
         if positions:
             return self._positions(self.width)
         return self._call(*self._positional.values(), **self._keywords)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.target.mix import Mix
+from mlx_spec.target.trace import watched
 
 _swap_lock = threading.Lock()
 
@@ -68,7 +66,9 @@ def _trace(model: Any) -> list[Any]:
     mixers: dict[int, Any] = {}
     fed_layers: dict[int, Any] = {}
 
-    def entered(module: Any, fed: bool) -> None:
+    def entered(module: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        del method
+        fed = any(is_leaf(value) for value in (*args, *keywords.values()))
         if fed and id(module) in layers:
             fed_layers[id(module)] = module
         elif (
@@ -79,7 +79,7 @@ def _trace(model: Any) -> list[Any]:
                 fed_layers.pop(id(outer), None)
         stack.append((module, fed))
 
-    with _traced(model, entered, stack.pop), SpeculativeCacheTransaction(new_caches(model), 1) as tx:
+    with watched(model, entered, stack.pop), SpeculativeCacheTransaction(new_caches(model), 1) as tx:
         model(mx.zeros((1, 1), mx.int32), cache=tx.caches)
     return [*mixers.values(), *fed_layers.values(), *_readers(model, mixers)]
 
@@ -93,28 +93,3 @@ def _readers(model: Any, mixers: dict[int, Any]) -> list[Any]:
         if not any(id(part) in mixers for part in parts):
             found.extend(part for part in parts if type(part) in kinds)
     return found
-
-
-@contextmanager
-def _traced(model: Any, entered: Callable[[Any, bool], None], left: Callable[[], Any]) -> Iterator[None]:
-    """Report every call of a submodule, and whether it was handed one layer's cache."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Module)]
-    classes = [type(module) for module in modules]
-
-    def traced(base: type[Any]) -> type[Any]:
-        def call(self: Any, *args: Any, **keywords: Any) -> Any:
-            entered(self, any(is_leaf(value) for value in (*args, *keywords.values())))
-            try:
-                return base.__call__(self, *args, **keywords)
-            finally:
-                left()
-
-        return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
-
-    try:
-        for module, base in zip(modules, classes, strict=True):
-            module.__class__ = traced(base)
-        yield
-    finally:
-        for module, base in zip(modules, classes, strict=True):
-            module.__class__ = base

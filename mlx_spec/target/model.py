@@ -12,6 +12,7 @@ from mlx_spec.cache.adopt import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.target.anatomy import Anatomy, anatomy_of, architecture
+from mlx_spec.target.routes import BLOCK, Route, verifying
 from mlx_spec.target.taps import attach, recording
 
 
@@ -62,11 +63,14 @@ class Target:
             logits = self.model(tokens, cache=caches)
         return TargetOutput(logits, mx.concatenate(outputs, axis=-1))
 
-    def forward_block(
-        self, tokens: mx.array, tx: SpeculativeCacheTransaction, taps: tuple[int, ...] = ()
+    def verify(
+        self, tokens: mx.array, tx: SpeculativeCacheTransaction, route: Route = BLOCK, taps: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """All W positions in one forward."""
-        output = self.forward(tokens, tx.caches, taps)
+        """All W positions, by a route whose drive the transaction was opened with."""
+        if route.stepped:
+            return self.step_through(tokens, tx, taps)
+        with verifying(route.plan):
+            output = self.forward(tokens, tx.caches, taps)
         tx.mark(tokens.shape[1])
         return output
 

@@ -19,8 +19,8 @@ from mlx_spec.cache.adopt import KVQuantization, Likeness, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, is_pure, stream_generate
-from mlx_spec.rounds.engine import BLOCK
 from mlx_spec.stats import Statistics
+from mlx_spec.target.trial import Situation
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.rounds.letters import tokenizer
 from tests.rounds.runs import CHOICES, DRAFTERS, SEED, SPARE, assert_counts_add_up, assert_equals_stock, speculate
@@ -33,7 +33,7 @@ WIDTH = 5
 STEP = 4
 """Chunk of the prompt: its six tokens before the last are read as 4 + 2."""
 
-DENSE = certify.Situation(Likeness(MIXES["dense"].new_cache()))
+DENSE = Situation(Likeness(MIXES["dense"].new_cache()))
 """What the certificate of a short text on the dense mix is about."""
 
 EVERY_MIX = pytest.mark.parametrize("mix", REQUIRED)
@@ -350,8 +350,8 @@ def test_fault_while_a_width_is_certified_costs_nothing_later(
     assert_left_right("dense", broken)
     got = speculate(MIXES["dense"], drafter_for("right", "dense"), max_tokens=EMITTED, draft_block_size=WIDTH)
     assert_equals_stock(got, run, EMITTED)
-    fresh = certify.Certificate(model, DENSE).holds(WIDTH, BLOCK)
-    assert certificate.holds(WIDTH, BLOCK) == fresh, "a fault while certifying left a wrong verdict"
+    fresh = certify.Certificate(model, DENSE).holds(WIDTH)
+    assert certificate.holds(WIDTH) == fresh, "a fault while certifying left a wrong verdict"
 
 
 # The drafter

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_spec.cache import adopt
 from mlx_spec.certify import CertifiedRoutes
-from mlx_spec.rounds.engine import BLOCK, STEP_THROUGH
+from mlx_spec.target.routes import BLOCK, STEP_THROUGH
 from tests.rounds.runs import (
     CHOICES,
     DRAFTERS,
@@ -53,5 +53,5 @@ def test_stepping_through_equals_stock_at_every_end(mix: str, drafter: str, choi
         assert_equals_stock(got, run, length)
         assert_counts_add_up(got)
         if length > 2:
-            assert got.statistics.verify_route == STEP_THROUGH
+            assert got.statistics.verify_route == STEP_THROUGH.name
             assert got.drafted > 0

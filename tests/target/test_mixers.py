@@ -13,8 +13,8 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.rounds.engine import STEP_THROUGH
 from mlx_spec.target import mixers
+from mlx_spec.target.routes import STEP_THROUGH
 from tests.bits import assert_same_bits
 from tests.oracle import assert_same_output, independent_copy
 from tests.same_cache import assert_same_cache
@@ -108,7 +108,7 @@ def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: p
     )
     assert_same_output(out, run, 20)
     assert_same_cache(caches, run.cache_after(20))
-    assert statistics.verify_route == STEP_THROUGH
+    assert statistics.verify_route == STEP_THROUGH.name
     assert "shapes do not fit" in statistics.notes[0]
 
 

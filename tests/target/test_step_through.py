@@ -101,7 +101,7 @@ def test_a_block_keeps_any_prefix_where_caches_keep_by_length(mix: Mix) -> None:
         for kept in range(WIDTH + 1):
             caches = oracle.cache_after(start)
             with SpeculativeCacheTransaction(caches, WIDTH) as tx:
-                target.forward_block(mx.array([oracle.ids[start : start + WIDTH]]), tx)
+                target.verify(mx.array([oracle.ids[start : start + WIDTH]]), tx)
                 tx.commit(kept)
             want = oracle.cache_after(start + kept)
             assert [cache.offset for cache in caches] == [cache.offset for cache in want]

@@ -107,7 +107,7 @@ def test_every_architecture_is_exact(name: str) -> None:
 
 
 def test_the_zoo_notices_a_block_that_rounds_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Certificate, "holds", lambda self, width, route: True)
+    monkeypatch.setattr(Certificate, "holds", lambda self, width, drive: True)
     finding = examine(ZOO["deepseek_v3, dense"], SOON)
     assert finding.runs
     assert not finding.exact

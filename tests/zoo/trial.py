@@ -20,10 +20,10 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters import CallableDrafter
 from mlx_spec.errors import CannotMix
-from mlx_spec.rounds.engine import STEP_THROUGH
 from mlx_spec.stats import Statistics
 from mlx_spec.target import mixers
 from mlx_spec.target.model import Target
+from mlx_spec.target.routes import STEP_THROUGH
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.same_cache import cache_difference
 from tests.zoo.menagerie import Specimen
@@ -125,7 +125,9 @@ class Finding:
     @property
     def steps_through(self) -> bool:
         """Whether some width of some dtype is verified by one-token forwards."""
-        return any(STEP_THROUGH in route for outcome in self.outcomes.values() for route in outcome.routes.values())
+        return any(
+            STEP_THROUGH.name in route for outcome in self.outcomes.values() for route in outcome.routes.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
     with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
         target = Target(subject.model)
         try:
-            output = target.forward_block(ids, tx)
+            output = target.verify(ids, tx)
         except (CannotMix, ValueError, TypeError):
             tx.abort()
         else:

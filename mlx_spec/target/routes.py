@@ -1,0 +1,153 @@
+"""How a verify call goes through a model: how its mixers take the block, and which route each of its ops takes.
+
+Where an op does not take the stock route its module's class is swapped; outside a verify call it is stock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_spec.cache.base import Drive
+from mlx_spec.ops.base import STOCK, Op, Rows
+from mlx_spec.ops.choose import Subject
+from mlx_spec.ops.linear import HEADS
+
+_swap_lock = threading.Lock()
+
+
+class Routed(NamedTuple):
+    """An op, the route it takes, and the axis on which it is given positions."""
+
+    op: Op
+    route: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ops of one model do in a verify call of one width.
+
+    Attributes:
+        width: tokens; a call over any other number of rows is left to the stock op.
+        routed: id of a module -> its route, for those that do not take the stock one.
+    """
+
+    width: int
+    routed: Mapping[int, Routed] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The routes taken, in words; empty when all are stock."""
+        return ", ".join(sorted({f"{each.op.kind} {each.route}" for each in self.routed.values()}))
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to verify a block.
+
+    Attributes:
+        drive: how the token mixers take it.
+        plan: what the ops do; None leaves all of them stock.
+        stepped: by one-token forwards instead, whatever the others say.
+    """
+
+    drive: Drive = Drive.BLOCK
+    plan: Plan | None = None
+    stepped: bool = False
+
+    @property
+    def name(self) -> str:
+        """As statistics and reports call it."""
+        if self.stepped:
+            return "step-through"
+        ops = "" if self.plan is None else self.plan.name
+        return ", ".join(part for part in (_DRIVES[self.drive], ops) if part)
+
+
+_DRIVES = {Drive.WHOLE: "block", Drive.BLOCK: "block", Drive.POSITIONS: "block, mixers by position"}
+
+BLOCK = Route()
+POSITIONS = Route(Drive.POSITIONS)
+STEP_THROUGH = Route(stepped=True)
+
+_plan: ContextVar[Plan | None] = ContextVar("mlx_spec_plan", default=None)
+"""What is in force for the forward that is being built in this context; None outside a verify call."""
+
+
+def plan_in_force() -> Plan | None:
+    """The plan of the verify call being built here, if it routes anything."""
+    return _plan.get()
+
+
+@contextmanager
+def verifying(plan: Plan | None) -> Iterator[None]:
+    """Let a model's ops take the routes of a plan over one forward."""
+    token = _plan.set(plan if plan is not None and plan.routed else None)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+def attach(model: Any, plan: Plan) -> None:
+    """Let the modules of a plan be routed. Outside `verifying` they compute what they always did."""
+    with _swap_lock:
+        for module in model.modules():
+            if id(module) in plan.routed and "__routed__" not in vars(type(module)):
+                module.__class__ = _routed_class(type(module))  # type: ignore[arg-type]
+
+
+def detach(model: Any) -> None:
+    """Give every routed module of a model its own class back."""
+    with _swap_lock:
+        for module in model.modules():
+            base = vars(type(module)).get("__routed__")
+            if base is not None:
+                module.__class__ = base
+
+
+@cache
+def _routed_class(base: Any) -> type[Any]:
+    own: dict[str, Any] = {"__module__": base.__module__, "__routed__": base}
+    name = "as_linear" if own_class(base) in HEADS else "__call__"
+    stock = getattr(base, name)
+
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        plan = _plan.get()
+        routed = None if plan is None else plan.routed.get(id(self))
+        if plan is None or routed is None or not _holds(args, routed.axis, plan.width):
+            return stock(self, *args, **keywords)
+        rows = Rows(partial(stock, self, **keywords), args, routed.axis, plan.width)
+        return routed.op.run(routed.route, rows)
+
+    own[name] = call
+    return type(base.__name__, (base,), own)
+
+
+def own_class(swapped: type[Any]) -> type[Any]:
+    """The class a module had before anything of ours was attached to it."""
+    own: type[Any] = vars(swapped).get("__routed__", swapped)
+    return own
+
+
+def _holds(args: tuple[Any, ...], axis: int, width: int) -> bool:
+    given = args[0] if args else None
+    return isinstance(given, mx.array) and given.ndim > axis and given.shape[axis] == width
+
+
+def plan_of(subjects: Mapping[int, Subject], routes: Mapping[str, str], width: int) -> Plan:
+    """The plan that follows from the route chosen for each subject's key."""
+    routed = {
+        module: Routed(subject.op, routes[subject.key], subject.axis)
+        for module, subject in subjects.items()
+        if routes[subject.key] != STOCK
+    }
+    return Plan(width, routed)

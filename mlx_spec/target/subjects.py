@@ -1,0 +1,99 @@
+"""The ops of a model, found by tracing it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_spec.cache.adopt import new_caches
+from mlx_spec.ops.base import Op, Shape, WeightedModule
+from mlx_spec.ops.choose import Subject
+from mlx_spec.ops.experts import EXPERTS
+from mlx_spec.ops.linear import HEADS, LINEARS
+from mlx_spec.target.routes import own_class
+from mlx_spec.target.trace import watched
+
+_TRACED_TOKENS = 3
+
+
+def find_subjects(model: Any) -> dict[int, Subject]:
+    """Every op of a model as the model calls it: id of the module -> subject.
+
+    Found by tracing one forward over a token and one over three; what differs between the shapes tells which axis
+    counts positions. Modules with caches and what is not called with rows are no ops.
+
+    Cost:
+        Two forwards on fresh caches, of which nothing is evaluated but what the model itself reads.
+    """
+    single = _calls(model, 1)
+    try:
+        several = _calls(model, _TRACED_TOKENS)
+    except (ValueError, TypeError, IndexError):
+        # A model that reads one token at a time never sees more rows in an op.
+        return {}
+    subjects = {}
+    for key, (op, args, stock) in single.items():
+        axis = _axis(args, several[key][1]) if key in several else None
+        if axis is not None:
+            subjects[key] = _subject(op, args, stock, axis)
+    return subjects
+
+
+class _Seen(NamedTuple):
+    op: Op
+    args: tuple[Any, ...]
+    stock: Any
+
+
+def _calls(model: Any, tokens: int) -> dict[int, _Seen]:
+    """The first call of every op in a forward over some tokens."""
+    seen: dict[int, _Seen] = {}
+    classes = {id(module): own_class(type(module)) for module in model.modules()}
+    holders = _holders_of_others(model)
+
+    def entered(module: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        own = classes.get(id(module))
+        if own is None or id(module) in seen or keywords:
+            return
+        made_by = _maker(own, method, module, id(module) in holders)
+        if made_by is not None and args and isinstance(args[0], mx.array):
+            seen[id(module)] = _Seen(made_by(module), args, partial(getattr(own, method), module))
+
+    with watched(model, entered):
+        model(mx.zeros((1, tokens), mx.int32), cache=new_caches(model))
+    return seen
+
+
+def _maker(own: type[Any], method: str, module: Any, holds_others: bool) -> type[Op] | None:
+    if method == "as_linear":
+        return HEADS.get(own)
+    if own in HEADS:
+        return None
+    known = LINEARS.get(own) or EXPERTS.get(own)
+    if known is not None or holds_others:
+        return known
+    matrices = [value for value in module.values() if isinstance(value, mx.array) and value.ndim >= 2]
+    return WeightedModule if matrices and not hasattr(module, "stride") else None
+
+
+def _holders_of_others(model: Any) -> set[int]:
+    """Modules that have modules of their own: their matrices are used together with those, so they are no single op."""
+    return {id(module) for module in model.modules() if len(module.modules()) > 1}
+
+
+def _axis(single: tuple[Any, ...], several: tuple[Any, ...]) -> int | None:
+    one, more = single[0].shape, several[0].shape
+    if len(one) != len(more) or one == more:
+        return None
+    changed = [axis for axis, (a, b) in enumerate(zip(one, more, strict=True)) if (a, b) == (1, _TRACED_TOKENS)]
+    return changed[0] if len(changed) == 1 else None
+
+
+def _subject(op: Op, args: tuple[Any, ...], stock: Any, axis: int) -> Subject:
+    shapes: list[Shape | None] = [
+        (tuple(value.shape), value.dtype) if isinstance(value, mx.array) else None for value in args
+    ]
+    extras = tuple((place, value) for place, value in enumerate(args) if not isinstance(value, mx.array))
+    return Subject(op, stock, tuple(shapes), extras, axis)

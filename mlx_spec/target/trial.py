@@ -1,0 +1,140 @@
+"""Blocks against single tokens, on the model itself: the last word on whether a route is equal."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, runs_again, stretch, visible_arrays
+from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.errors import CannotMix, TransactionError
+from mlx_spec.ops.choose import same_bits
+from mlx_spec.target.routes import Route, verifying
+
+PROMPT_TOKENS = 9
+"""Length of the first probe; the others are longer."""
+
+CANNOT_TAKE = (CannotMix, TransactionError, ValueError, TypeError, IndexError)
+"""What a model that cannot read a block raises."""
+
+
+class Situation(NamedTuple):
+    """What decides, beside the model itself, whether a block equals single tokens.
+
+    Attributes:
+        caches: of what kinds they are.
+        edges_passed: how many of the lengths at which some window wraps or is cut the block reaches or has behind it.
+    """
+
+    caches: Likeness
+    edges_passed: int = 0
+
+    @classmethod
+    def at(cls, caches: Likeness, end: int) -> Situation:
+        """The situation of a verify call that ends `end` tokens from the start of the text."""
+        return cls(caches, sum(end > edge for edge in caches.edges))
+
+    @property
+    def starts(self) -> list[int]:
+        """Lengths from which blocks are tried, beside the probe's own: before the last edge passed, and beyond it."""
+        if self.edges_passed == 0:
+            return []
+        edge = self.caches.edges[self.edges_passed - 1]
+        return [edge - 2, edge + 5] if edge > PROMPT_TOKENS else [edge + 5]
+
+
+class Probe(NamedTuple):
+    """A short text made of ids that every vocabulary has, the same in every process.
+
+    Attributes:
+        tokens: its length.
+        stride, modulus: what tells its ids from those of another probe.
+    """
+
+    tokens: int
+    stride: int
+    modulus: int
+
+    def ids(self, start: int, count: int) -> mx.array:
+        """[1, count] ids from position `start` on; the text goes on beyond its length."""
+        places = range(start, start + count)
+        return mx.array([[(self.stride * place + 3) % self.modulus for place in places]])
+
+    def read(self, model: Any, likeness: Likeness) -> list[Any]:
+        """Caches that have read it, in one forward or, where a model takes no more, token by token."""
+        for step in (self.tokens, 1):
+            caches = likeness.fresh()
+            try:
+                for start in range(0, self.tokens, step):
+                    mx.eval(model(self.ids(start, step), cache=caches), cache_arrays(caches))
+            except CANNOT_TAKE:
+                if step == 1:
+                    raise
+            else:
+                break
+        return caches
+
+
+PROBES = (Probe(PROMPT_TOKENS, 7, 13), Probe(PROMPT_TOKENS + 5, 5, 11))
+
+
+class Trial:
+    """Blocks and single tokens from one state of a model's caches on.
+
+    Args:
+        probe: what goes on from there.
+        caches: what the probe left, to be kept.
+        likeness: of what kinds they are to become.
+        length: tokens they shall stand for; None means the probe's.
+    """
+
+    def __init__(self, probe: Probe, caches: list[Any], likeness: Likeness, length: int | None = None) -> None:
+        if length is not None:
+            stretch(caches, length)
+        likeness.quantize(caches)
+        self._probe = probe
+        mx.eval(cache_arrays(caches))
+        self._start = caches
+        self._stepped = copy.deepcopy(caches)
+        self._logits: list[mx.array] = []
+        self._states: list[list[mx.array]] = []
+
+    def equal(self, model: Any, width: int, route: Route) -> bool:
+        """Whether the block's rows are the steps', and the caches it leaves those of as many steps as are kept.
+
+        Where a shorter part of the block is kept by running mixers again, every length is tried.
+        """
+        self._step_to(model, width)
+        parts = {width}
+        if runs_again(self._start):
+            parts = set(range(1, width + 1))
+        elif needs_mixers(self._start):
+            parts = {1, width - 1, width}
+        return all(self._equal_keeping(model, width, count, route) for count in sorted(parts, reverse=True))
+
+    def _equal_keeping(self, model: Any, width: int, retained: int, route: Route) -> bool:
+        caches = copy.deepcopy(self._start)
+        with SpeculativeCacheTransaction(caches, width, drive=route.drive) as tx:
+            with verifying(route.plan):
+                block = model(self._probe.ids(self._probe.tokens, width), cache=tx.caches)
+            mx.eval(block)
+            if not all(same_bits(block[:, index], step) for index, step in enumerate(self._logits[:width])):
+                return False
+            tx.mark(width)
+            tx.commit(retained)
+        return all(map(same_bits, visible_arrays(caches), self._states[retained - 1]))
+
+    def _step_to(self, model: Any, width: int) -> None:
+        """One-token forwards until there are `width` of them."""
+        while len(self._logits) < width:
+            ids = self._probe.ids(self._probe.tokens + len(self._logits), 1)
+            # A step that fails must leave the caches where the steps noted so far end.
+            with SpeculativeCacheTransaction(self._stepped, 1) as tx:
+                logits = model(ids, cache=tx.caches)
+                mx.eval(logits, cache_arrays(self._stepped))
+                tx.commit(1)
+            self._logits.append(logits[:, 0])
+            self._states.append([mx.contiguous(array) for array in visible_arrays(self._stepped)])
+            mx.eval(self._states[-1])
