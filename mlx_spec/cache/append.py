@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, per_row, uniform
 from mlx_spec.errors import TransactionError
 
@@ -81,6 +83,14 @@ class AppendJournal(Journal):
 
     def restore(self) -> None:
         self._cache.offset = self._base
+        self._even_out()
+
+    def _even_out(self) -> None:
+        """A write that was interrupted may have grown the keys and not the values; both have all old rows."""
+        cache = self._cache
+        if isinstance(cache.keys, mx.array) and cache.keys.shape[2] != cache.values.shape[2]:
+            rows = min(cache.keys.shape[2], cache.values.shape[2])
+            cache.keys, cache.values = cache.keys[..., :rows, :], cache.values[..., :rows, :]
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +140,7 @@ class BatchAppendJournal(AppendJournal):
     def __init__(self, cache: Any, width: int) -> None:
         # Two arrays of one number per row, of which a model's own writes leave these handles alone.
         self._rows = (copy.copy(cache.offset), copy.copy(cache.left_padding))
+        self._unrolled: tuple[Any, Any] | None = None
         super().__init__(cache, width)
 
     def plan(self, retained: Sequence[int]) -> Apply:
@@ -140,7 +151,16 @@ class BatchAppendJournal(AppendJournal):
         return lambda: self._keep(counts)
 
     def restore(self) -> None:
+        if self._unrolled is not None:
+            self._cache.keys, self._cache.values = self._unrolled
+            self._cache._right_padding = None
         self._keep([0] * self._rows[0].size)
+        if self._base:
+            self._even_out()
+
+    def close(self) -> None:
+        super().close()
+        self._unrolled = None
 
     def _keep(self, counts: list[int]) -> None:
         longest = max(counts)
@@ -151,5 +171,7 @@ class BatchAppendJournal(AppendJournal):
         if cache._idx == 0:
             cache.keys = cache.values = None
         if min(counts) < longest:
+            # Rolling makes new buffers, so holding the old ones costs no copy.
+            self._unrolled = cache.keys, cache.values
             cache.prepare(right_padding=[longest - count for count in counts])
             cache.finalize()

@@ -44,7 +44,7 @@ class AskedMask(NamedTuple):
 
 
 Apply = Callable[[], None]
-"""Second half of a commit: it only assigns, so it cannot fail for a reason a caller could mend."""
+"""Second half of a commit. Nothing a caller could mend makes it fail; when it is interrupted, `restore` undoes it."""
 
 
 Method = Callable[..., Any]
@@ -140,7 +140,10 @@ class Journal(abc.ABC):
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Put the cache back to where the round found it."""
+        """Put the cache back to where the round found it.
+
+        From wherever it is: after part of a write, of a plan's call or of an earlier restore, and after all of it.
+        """
 
     @property
     @abc.abstractmethod

@@ -61,6 +61,7 @@ class RecurrentJournal(StepwiseJournal):
             replay(count)
 
     def _require_known(self, retained: Sequence[int]) -> None:
+        self._require_untouched()
         if not self._tapes:
             for count in set(retained):
                 super().plan([count])
@@ -70,7 +71,7 @@ class RecurrentJournal(StepwiseJournal):
         cache = self._cache
         states = {self.width: list(cache.cache)}
         for count in set(counts) - {self.width}:
-            super().plan([count])() if count == 0 or not self._tapes else self._replay(count)
+            self._replay(count) if count and self._tapes else self._steps[count].restore()
             states[count] = list(cache.cache)
         self.restore()
         cache.cache[:] = [self._rows(counts, states, slot) for slot in range(len(cache.cache))]

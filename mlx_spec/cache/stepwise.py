@@ -43,8 +43,9 @@ class Snapshot:
             if isinstance(owner, list):
                 owner[:] = [_fresh(value, fresh) for value in content]
             else:
+                fields = {key: _fresh(value, fresh) for key, value in content.items()}
                 owner.clear()
-                owner.update({key: _fresh(value, fresh) for key, value in content.items()})
+                owner.update(fields)
 
     def _capture(self, value: Any) -> Any:
         if id(value) in self._memo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ class SpeculativeCacheTransaction:
         caches: what to hand the model as `cache`.
         width: tokens the round may append.
         active: whether it can still be committed or aborted.
+        _settled: the caches are what the round leaves behind; only letting go of it is left to do.
 
     Cost:
         Opening and committing are O(layers) for full-attention caches and read nothing on the host.
@@ -62,14 +64,16 @@ class SpeculativeCacheTransaction:
         self.width = width
         self.position = 0
         self.active = False
-        self._members = list(leaves(caches))
-        self._enroll()
+        self._settled = False
+        self._members: list[Any] = []
+        members = list(leaves(caches))
         try:
+            self._enroll(members)
             self.caches, self._journals = adopt(caches, width, drive)
+            self.active = True
         except BaseException:
             self._discharge()
             raise
-        self.active = True
 
     def __enter__(self) -> SpeculativeCacheTransaction:
         return self
@@ -115,22 +119,30 @@ class SpeculativeCacheTransaction:
         Raises:
             TransactionError: out of range, wrong length, closed, or a cache cannot keep that prefix.
                 The round is still open; it can be aborted or committed with another count.
+            Anything else: raised while a cache was written. Every cache is back where the round found it.
         """
         plans = self._plan(retained)
         try:
             for apply in plans:
                 apply()
+            self._settled = True
+            self._close()
         except BaseException:
             self.abort()
             raise
-        self._close()
 
     def abort(self) -> None:
-        """Undo the round. Does nothing when it is closed already."""
+        """Undo the round. Does nothing when it is closed already.
+
+        If it is interrupted, the round is still open, and calling it again completes it.
+        """
         if not self.active:
             return
-        for journal in self._journals:
-            journal.restore()
+        if not self._settled:
+            with ExitStack() as every_layer:
+                for journal in self._journals:
+                    every_layer.callback(journal.restore)
+            self._settled = True
         self._close()
 
     def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Any]:
@@ -162,23 +174,26 @@ class SpeculativeCacheTransaction:
         if not self.active:
             raise TransactionError(f"cannot {what} this round: it is closed. Open a new transaction.")
 
-    def _enroll(self) -> None:
+    def _enroll(self, members: list[Any]) -> None:
         with _open_caches_lock:
-            busy = [type(cache).__name__ for cache in self._members if cache in _open_caches or is_leaf(cache)]
+            busy = [type(cache).__name__ for cache in members if cache in _open_caches or is_leaf(cache)]
             if busy:
                 raise TransactionError(
                     f"{busy[0]} is in an open transaction already. Commit or abort that one first; "
                     "two requests need two prompt caches."
                 )
-            _open_caches.update(self._members)
+            # Known as this round's before the first is entered, so that a half-made entry is taken back.
+            self._members = members
+            _open_caches.update(members)
 
     def _close(self) -> None:
-        self.active = False
+        """Let go of everything. What was interrupted here can be done again: `active` falls last."""
         for journal in self._journals:
             journal.close()
         self._journals = []
         self.caches = []
         self._discharge()
+        self.active = False
 
     def _discharge(self) -> None:
         with _open_caches_lock:
