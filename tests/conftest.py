@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -33,3 +34,21 @@ def fixed_seed() -> int:
     """Every test starts from the same mlx RNG key, whatever ran before it. A hypothesis example seeds for itself."""
     mx.random.seed(SEED)
     return SEED
+
+
+_told = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Give it a line that the summary of the run should end with."""
+    return request.config.stash.setdefault(_told, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what tests had to tell: which seed a property was tried from, and how often."""
+    lines = config.stash.get(_told, [])
+    if lines and config.get_verbosity() >= 0:
+        terminalreporter.section("told by tests")
+        for line in lines:
+            terminalreporter.write_line(line)

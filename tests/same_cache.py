@@ -77,6 +77,8 @@ class _Comparison:
     def __init__(self) -> None:
         self.partner_of_got: dict[int, int] = {}
         self.partner_of_want: dict[int, int] = {}
+        # An object taken out of a batch for the comparison must outlive it, or another gets its id.
+        self._taken_out: list[Any] = []
 
     def differences(self, got: Any, want: Any, where: str) -> Iterator[str]:
         if isinstance(got, list | tuple) and isinstance(want, list | tuple):
@@ -90,7 +92,9 @@ class _Comparison:
             yield from self._fields(got, want, where)
         elif hasattr(want, "__dict__"):
             yield from self._shared(got, want, where)
-            yield from self._fields(visible_fields(got), visible_fields(want), f"{where} ({type(want).__name__})")
+            fields = (visible_fields(got), visible_fields(want))
+            self._taken_out.append(fields)
+            yield from self._fields(*fields, f"{where} ({type(want).__name__})")
         elif not _same_scalar(got, want):
             yield f"{where}: got {got!r}, want {want!r}"
 

@@ -98,8 +98,11 @@ class Journal(abc.ABC):
         return None if self._leaf is None else self._leaf()
 
     def close(self) -> None:
-        """The round is over: let go of everything it held."""
+        """The round is over: let go of everything it held, and part the leaf from the cache."""
         self.closed = True
+        leaf = self.leaf
+        if leaf is not None:
+            leaf.__dict__ = {}
 
     def require_open(self) -> None:
         """Refuse a write through the leaf of a round that is over."""
@@ -157,7 +160,13 @@ def leaf_class(base: type[Any], methods: tuple[tuple[str, Method], ...] = ()) ->
 
     The journal sits in a slot, so it is no part of the instance dictionary that leaf and cache share.
     """
-    own = {"__slots__": ("journal",), "__module__": base.__module__, "__leaf__": True, **dict(methods)}
+    own = {
+        "__slots__": ("journal",),
+        "__module__": base.__module__,
+        "__leaf__": True,
+        "__getattr__": _missing,
+        **dict(methods),
+    }
     if hasattr(base, "make_mask"):
         own["make_mask"] = _make_mask
     return type(base.__name__, (base,), own)
@@ -181,6 +190,12 @@ def make_nest(cache_object: Any, members: tuple[Any, ...]) -> Any:
     nest.__dict__ = cache_object.__dict__
     nest.members = members
     return nest
+
+
+def _missing(self: Any, name: str) -> Any:
+    """A leaf lacks what its cache lacks, and everything once the round is over."""
+    self.journal.require_open()
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, uniform
+from mlx_spec.cache.base import Apply, kept_whole
 from mlx_spec.cache.stepwise import StepwiseJournal
 
 Replay = Callable[[int], None]
@@ -25,27 +25,27 @@ class RecurrentJournal(StepwiseJournal):
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
-        self._tapes: list[Replay] = []
+        self._tapes: list[tuple[int, Replay]] = []
         self._taped_bytes = 0
 
     def tape(self, replay: Replay, nbytes: int) -> None:
-        """Remember a mixer's inputs over the whole round. Mixers that share a cache are replayed in order."""
-        self._tapes.append(replay)
+        """Remember a mixer's inputs over one forward. Mixers that share a cache are replayed in order."""
+        self._tapes.append((self._begun, replay))
         self._taped_bytes += nbytes
 
     def before_position(self, position: int) -> None:
-        if position and not self._tapes:
-            self._take(position)
+        if not self._tapes:
+            super().before_position(position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
-        if len(set(retained)) > 1:
-            self._require_known(retained)
+        counts = set(retained)
+        for count in counts:
+            if not (self._tapes and 0 < count < self._appended):
+                super().plan([count])
+        self._require_untouched()
+        if len(counts) > 1:
             return lambda: self._keep_ragged(list(retained))
-        count = uniform(retained, type(self._cache).__name__)
-        if self._tapes and 0 < count < self.width:
-            self._require_untouched()
-            return lambda: self._replay(count)
-        return super().plan(retained)
+        return kept_whole if counts == {self._appended} else lambda: self._go_to(retained[0])
 
     def close(self) -> None:
         super().close()
@@ -55,23 +55,20 @@ class RecurrentJournal(StepwiseJournal):
     def nbytes(self) -> int:
         return super().nbytes + self._taped_bytes
 
-    def _replay(self, count: int) -> None:
-        self.restore()
-        for replay in self._tapes:
-            replay(count)
-
-    def _require_known(self, retained: Sequence[int]) -> None:
-        self._require_untouched()
-        if not self._tapes:
-            for count in set(retained):
-                super().plan([count])
+    def _go_to(self, count: int) -> None:
+        """The state after `count` tokens: that of the last known step, and the rest of its forward run again."""
+        start = max(step for step in self._steps if step <= count)
+        self._steps[start].restore()
+        for begun, replay in self._tapes:
+            if begun == start < count:
+                replay(count - start)
 
     def _keep_ragged(self, counts: list[int]) -> None:
         """Take each row from the state after its own count."""
         cache = self._cache
-        states = {self.width: list(cache.cache)}
-        for count in set(counts) - {self.width}:
-            self._replay(count) if count and self._tapes else self._steps[count].restore()
+        states = {self._appended: list(cache.cache)}
+        for count in set(counts) - {self._appended}:
+            self._go_to(count)
             states[count] = list(cache.cache)
         self.restore()
         cache.cache[:] = [self._rows(counts, states, slot) for slot in range(len(cache.cache))]

@@ -114,6 +114,7 @@ class StepwiseJournal(Journal):
 
     Attributes:
         _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
+        _begun: tokens appended before the forward that is running.
     """
 
     wants_positions = True
@@ -122,10 +123,12 @@ class StepwiseJournal(Journal):
         super().__init__(cache, width)
         self._steps = {0: Snapshot(cache)}
         self._position = 0
+        self._begun = 0
         self._marked: list[Any] = []
 
     def mark(self, position: int) -> None:
         self._take(position)
+        self._begun = position
         self._marked = fingerprint(self._cache)
 
     def _take(self, position: int) -> None:
@@ -136,12 +139,12 @@ class StepwiseJournal(Journal):
 
     def before_position(self, position: int) -> None:
         if position:
-            self._take(position)
+            self._take(self._begun + position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
         self._require_untouched()
-        if count == (self._position or self.width):
+        if count == self._appended:
             return kept_whole
         if count not in self._steps:
             raise TransactionError(
@@ -153,6 +156,11 @@ class StepwiseJournal(Journal):
 
     def restore(self) -> None:
         self._steps[0].restore()
+
+    @property
+    def _appended(self) -> int:
+        """Tokens of the round so far; one that marks nothing is taken to be full."""
+        return self._position or self.width
 
     def _require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""

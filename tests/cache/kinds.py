@@ -45,6 +45,8 @@ class Kind:
         batch: rows.
         by_length: a block of several tokens may be appended at once and cut anywhere.
         stepwise: a round can be cut only where a forward ended.
+        pads: tokens by row that are padding at the left; empty where no row has any.
+        can_save: mlx-lm can write it to a file and read it back.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Kind:
     batch: int = 1
     by_length: bool = False
     stepwise: bool = False
+    pads: tuple[int, ...] = ()
+    can_save: bool = True
 
     def filled(self, tokens: Sequence[int]) -> Any:
         """A cache that read these tokens one at a time."""
@@ -87,47 +91,51 @@ KINDS = {
         Kind("ring", lambda: RotatingKVCache(RING, keep=KEEP), RING),
         Kind("ring_without_keep", lambda: RotatingKVCache(RING), RING),
         Kind("arrays", lambda: ArraysCache(2), WINDOW_STEPS, stepwise=True),
-        Kind("arrays_padded", lambda: ArraysCache(2, left_padding=[2, 0]), WINDOW_STEPS, batch=2, stepwise=True),
+        Kind(
+            "arrays_padded",
+            lambda: ArraysCache(2, left_padding=[2, 0]),
+            WINDOW_STEPS,
+            batch=2,
+            stepwise=True,
+            pads=(2, 0),
+        ),
         Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, by_length=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
-        Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True),
-        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2),
-        Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True),
+        Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True, pads=(2, 0, 1)),
+        # A batch ring read from a file lacks a field its next write needs, and mlx-lm reads only classes of its own file.
+        Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, pads=(2, 0), can_save=False),
+        Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True, can_save=False),
     )
 }
 
 
-def append(cache: Any, tokens: Sequence[int], batch: int = 1) -> None:
-    """What a layer does to its cache in one forward over these tokens. The rows depend on the tokens alone."""
+def append(cache: Any, tokens: Sequence[float], batch: int = 1) -> None:
+    """What a layer does to its cache in one forward over these tokens, told apart by row."""
+    append_rows(cache, [[token + row / 8 for token in tokens] for row in range(batch)])
+
+
+def append_rows(cache: Any, tokens: Sequence[Sequence[float]]) -> None:
+    """The same for tokens given by row. What is written for a row depends on its tokens alone."""
     if isinstance(cache, CacheList):
         for index in range(len(cache.caches)):
-            append(cache[index], tokens, batch)
+            append_rows(cache[index], tokens)
     elif isinstance(cache, ArraysCache):
-        _recur(cache, tokens, batch)
+        _recur(cache, tokens)
     elif isinstance(cache, LayerCache):
-        cache.update_window(rows(tokens, batch, KEY_DIM)[:, 0])
-        pending = rows(tokens, batch, STATE_DIM)[:, 0]
+        cache.update_window(vectors(tokens, KEY_DIM)[:, 0])
+        pending = vectors(tokens, STATE_DIM)[:, 0]
         held = cache.pending_kv
         cache.pending_kv = pending if held is None else mx.concatenate([held, pending], axis=1)
     else:
         if isinstance(cache, ChunkedKVCache):
             cache.maybe_trim_front()
-        cache.update_and_fetch(rows(tokens, batch, KEY_DIM), -rows(tokens, batch, VALUE_DIM))
+        cache.update_and_fetch(vectors(tokens, KEY_DIM), -vectors(tokens, VALUE_DIM))
 
 
-def rows(tokens: Sequence[int], batch: int, size: int) -> mx.array:
-    """[B, HEADS, T, size]; entry [0, 0, t, 0] is the token itself."""
-    axes = np.ix_(np.arange(batch), np.arange(HEADS), np.asarray(tokens), np.arange(size))
-    row, head, token, entry = axes
-    return mx.array((token + row / 8 + head / 32 + entry / 4096).astype(np.float32))
-
-
-def tokens_in(cache: Any) -> list[int]:
-    """The tokens whose rows an append cache or a ring shows, oldest first."""
-    keys, _ = cache.keys_and_values()
-    if isinstance(cache, RotatingKVCache):
-        keys = cache._temporal_order(cache.keys)
-    return [round(float(value)) for value in np.array(keys[0, 0, :, 0])]
+def vectors(tokens: Sequence[Sequence[float]], size: int) -> mx.array:
+    """[B, HEADS, T, size]; entry [b, 0, t, 0] is the token itself."""
+    head = np.arange(HEADS)[:, None, None] / 32
+    return mx.array((np.asarray(tokens)[:, None, :, None] + head + np.arange(size) / 4096).astype(np.float32))
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
@@ -147,13 +155,23 @@ def arrays_of(cache: Any) -> list[mx.array]:
     return found
 
 
-def _recur(cache: Any, tokens: Sequence[int], batch: int) -> None:
-    """A recurrent state and a convolution window, written slot by slot as mlx-lm's mixers do."""
-    inputs = rows(tokens, batch, STATE_DIM)[:, 0]
+def _recur(cache: Any, tokens: Sequence[Sequence[float]]) -> None:
+    """A recurrent state and a convolution window, masked and written slot by slot as mlx-lm's mixers do."""
+    inputs = vectors(tokens, STATE_DIM)[:, 0]
+    batch, count, _ = inputs.shape
+    mask = cache.make_mask(count)
+    if mask is not None:
+        inputs = mx.where(mask[..., None], inputs, 0)
     state = mx.zeros((batch, STATE_DIM)) if cache[0] is None else cache[0]
     window = mx.zeros((batch, WINDOW_STEPS, STATE_DIM)) if cache[1] is None else cache[1]
-    for index in range(len(tokens)):
-        state = state * 0.75 + inputs[:, index]
+    for index in range(count):
+        stepped = state * 0.75 + inputs[:, index]
+        state = stepped if mask is None else mx.where(mask[:, index, None], stepped, state)
+    joined = mx.concatenate([window, inputs], axis=1)
     cache[0] = state
-    cache[1] = mx.contiguous(mx.concatenate([window, inputs], axis=1)[:, -WINDOW_STEPS:])
-    cache.advance(len(tokens))
+    if cache.lengths is None:
+        cache[1] = mx.contiguous(joined[:, -WINDOW_STEPS:])
+    else:
+        ends = mx.clip(cache.lengths, 0, count)
+        cache[1] = mx.take_along_axis(joined, (ends[:, None] + mx.arange(WINDOW_STEPS))[..., None], axis=1)
+    cache.advance(count)
