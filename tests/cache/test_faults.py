@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.base import Drive
+from mlx_spec.target import mixers
+from tests.cache import kinds
 from tests.cache.interrupting import Fault, Interrupt, Interrupter, mlx_functions, stand_in
-from tests.cache.kinds import KINDS, Kind, append, arrays_of
+from tests.cache.kinds import CHUNK, KINDS, Kind, append, arrays_of
 from tests.oracle import independent_copy
 from tests.same_cache import assert_same_cache, cache_difference
+from tests.tiny import MIXES
 
 WIDTH = 3
 BLOCK = [90, 91, 92]
@@ -129,6 +134,9 @@ def scene_of(kind: Kind, start: int) -> Scene:
             tx.mark(1)
 
     def go_on(caches: list[Any]) -> None:
+        if isinstance(caches[0], BatchKVCache | BatchRotatingKVCache):
+            # A half-done commit may have left padding behind that the next one to finalize would apply.
+            caches[0].finalize()
         for token in FURTHER:
             append(caches[0], [token], kind.batch)
         mx.eval(arrays_of(caches[0]))
@@ -148,8 +156,8 @@ def endings_of(kind: Kind, start: int) -> list[Ending]:
 @EVERY_KIND
 def test_a_fault_at_any_point_of_a_round_leaves_it_undone_or_committed(kind: Kind) -> None:
     start = kind.edge - 2
-    step = 1 if kind.by_length or kind.name == "ring" else 5
-    assert assert_nothing_between(scene_of(kind, start), endings_of(kind, start), step) > 100
+    step = 1 if kind.name in ("kv", "concatenate", "ring") else 3 if kind.by_length else 5
+    assert assert_nothing_between(scene_of(kind, start), endings_of(kind, start), step) > 80
 
 
 @pytest.mark.deep
@@ -158,3 +166,160 @@ def test_a_fault_at_any_point_of_a_round_leaves_it_undone_or_committed(kind: Kin
 def test_the_same_at_every_point_from_every_start(kind: Kind, before_edge: int | None) -> None:
     start = 0 if before_edge is None else kind.edge - before_edge
     assert assert_nothing_between(scene_of(kind, start), endings_of(kind, start)) > 200
+
+
+# Models with their token mixers
+
+
+@contextmanager
+def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
+    """A round of a tiny model whose mixers are attached, past every boundary of its caches."""
+    model = MIXES[mix].model()
+
+    def forward(caches: list[Any], tokens: list[int]) -> None:
+        ids = mx.array([[token + row for token in tokens] for row in range(batch)])
+        mx.eval(model(ids, cache=caches))
+
+    def feed(tx: SpeculativeCacheTransaction) -> None:
+        forward(tx.caches, [5, 6, 7])
+        tx.mark(WIDTH)
+
+    def go_on(caches: list[Any]) -> None:
+        for token in (8, 9):
+            forward(caches, [token])
+
+    caches = MIXES[mix].new_cache()
+    forward(caches, list(range(CHUNK + 1)))
+    mixers.attach(model)
+    try:
+        yield Scene(independent_copy(caches), feed, go_on, drive)
+    finally:
+        mixers.detach(model)
+
+
+@pytest.mark.parametrize("mix", ["hybrid", "sliding", "chunked", "cache_list", "mamba2"])
+def test_a_fault_at_any_point_of_a_models_round_leaves_it_undone_or_committed(mix: str) -> None:
+    with mixing_scene(mix, Drive.POSITIONS if mix == "mamba2" else Drive.BLOCK) as scene:
+        assert assert_nothing_between(scene, [UNDONE, 1], step=31) > 30
+
+
+def test_a_fault_while_rows_of_a_recurrent_state_are_kept_apart_leaves_it_undone_or_committed() -> None:
+    with mixing_scene("mamba", Drive.BLOCK, batch=2) as scene:
+        assert assert_nothing_between(scene, [[1, 2], [0, 3]], step=13) > 50
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("drive", [Drive.BLOCK, Drive.POSITIONS], ids=lambda drive: drive.value)
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if not mix.startswith("quantized")])
+def test_the_same_of_every_mix(mix: str, drive: Drive) -> None:
+    with mixing_scene(mix, drive) as scene:
+        assert assert_nothing_between(scene, [UNDONE, *range(WIDTH + 1)], step=3) > 100
+
+
+# Faults of the undoing itself
+
+
+@pytest.mark.parametrize("name", ["kv", "ring", "nested", "arrays_padded", "chunked", "batch_kv", "batch_ring"])
+def test_an_undoing_that_is_interrupted_is_completed_by_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fault is raised while a commit is applied, the second while that is undone."""
+    scene = scene_of(KINDS[name], KINDS[name].edge - 2)
+    ending: Ending = RAGGED.get(name, [2])[0]
+    outcomes = [scene.outcome(UNDONE), scene.outcome(ending)]
+    fed, points = scene.points(ending)
+    plainly, second = SpeculativeCacheTransaction.abort, Interrupter()
+
+    def abort(tx: SpeculativeCacheTransaction) -> None:
+        if tx.active and not second.passed:
+            second.start()
+        plainly(tx)
+
+    raised = 0
+    for first in range(fed, points, 17):
+        for at in itertools.count(1, 11):
+            second = Interrupter(at, Fault())
+            caches = independent_copy(scene.caches)
+            with monkeypatch.context() as patch:
+                patch.setattr(SpeculativeCacheTransaction, "abort", abort)
+                _, tx = scene.play(caches, ending, Interrupter(first, Interrupt()))
+            assert_settled(scene, caches, tx, outcomes)
+            if second.raised_at is None:
+                break
+            raised += 1
+    assert raised > 5
+
+
+def test_every_layer_is_restored_though_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = [KINDS[name].filled(range(7)) for name in ("ring", "kv", "chunked")]
+    want = independent_copy(caches)
+    tx = SpeculativeCacheTransaction(caches, WIDTH)
+    for leaf in tx.caches:
+        append(leaf, BLOCK[:1])
+    tx.mark(1)
+    stuck = type(tx._journals[0]).restore
+
+    def fails(journal: Any) -> None:
+        raise Fault("told to")
+
+    monkeypatch.setattr(type(tx._journals[0]), "restore", fails)
+    with pytest.raises(Fault):
+        tx.abort()
+    assert tx.active
+    assert_same_cache(caches[1:], want[1:])
+    monkeypatch.setattr(type(tx._journals[0]), "restore", stuck)
+    tx.abort()
+    assert not tx.active
+    assert_same_cache(caches, want)
+
+
+@EVERY_KIND
+def test_a_commit_that_began_and_failed_closes_the_round_by_itself(kind: Kind) -> None:
+    """Without a `with` block: whoever called it need not know that there is something left to undo."""
+    scene = scene_of(kind, kind.edge - 2)
+    undone, committed = scene.outcome(UNDONE)[0], scene.outcome(2)[0]
+    for at in itertools.count(1, 2):
+        caches = independent_copy(scene.caches)
+        tx = SpeculativeCacheTransaction(caches, WIDTH)
+        scene.feed(tx)
+        appended = independent_copy(caches)
+        interrupter = Interrupter(at, Interrupt())
+        with suppress(Interrupt), interrupter.watching():
+            tx.commit(2)
+        if interrupter.raised_at is None:
+            break
+        allowed = [appended] if tx.active else [undone, committed]
+        differences = [cache_difference(caches, state) for state in allowed]
+        assert None in differences, f"{interrupter.raised_at}: {differences}"
+        tx.abort()
+        SpeculativeCacheTransaction(caches, 1).abort()
+    assert at > 30
+
+
+# What fails only when it is evaluated
+
+
+def cannot_be_evaluated(like: mx.array) -> mx.array:
+    """An array of this shape whose evaluation raises: mlx's CPU gather matmul takes float32 only."""
+    half, index = mx.ones((1, 2, 2), mx.bfloat16), mx.array([0], mx.uint32)
+    return like + mx.gather_mm(half, half, index, index).sum().astype(like.dtype)
+
+
+@EVERY_KIND
+def test_a_write_that_cannot_be_evaluated_is_undone_where_the_state_before_it_has_a_handle(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where old rows share a buffer with the new ones, that write stands between any reader and the old rows."""
+    cache = kind.filled(range(kind.edge - 2))
+    want = independent_copy(cache)
+    plain_rows = kinds.rows
+    tx = SpeculativeCacheTransaction([cache], WIDTH)
+    monkeypatch.setattr(kinds, "rows", lambda *args: cannot_be_evaluated(plain_rows(*args)))
+    append(tx.caches[0], BLOCK[:1], kind.batch)
+    with pytest.raises(RuntimeError, match="GatherMM"):
+        mx.eval(arrays_of(cache))
+    tx.abort()
+    if kind.stepwise and kind.name != "list_mixed":
+        SpeculativeCacheTransaction([cache], 1).abort()
+        assert_same_cache(cache, want)
+    else:
+        with pytest.raises(RuntimeError, match="GatherMM"):
+            cache_difference(cache, want)
