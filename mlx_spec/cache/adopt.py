@@ -38,12 +38,12 @@ _KEPT_BY_LENGTH: _Kinds = {
     BatchKVCache: BatchAppendJournal,
     ConcatenateKVCache: ConcatenateJournal,
 }
+_CUT_ANYWHERE: _Kinds = {**_KEPT_BY_LENGTH, ChunkedKVCache: ChunkedJournal}
 _KEPT_IN_PART: _Kinds = {
-    **_KEPT_BY_LENGTH,
+    **_CUT_ANYWHERE,
     RotatingKVCache: RingJournal,
     ArraysCache: RecurrentJournal,
     BatchRotatingKVCache: BatchRingJournal,
-    ChunkedKVCache: ChunkedJournal,
 }
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
@@ -86,7 +86,7 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    kinds = _KEPT_BY_LENGTH if drive is Drive.WHOLE else _KEPT_IN_PART
+    kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
     journals = {id(cache): kinds.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
     masks: dict[int, AskedMask] = {}
     for journal in journals.values():
@@ -267,7 +267,7 @@ def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """What the caches' future reads can see: rows up to the length where a length counts, else everything."""
     arrays: list[mx.array] = []
     for cache in leaves(caches):
-        by_length = type(cache) in (*_KEPT_BY_LENGTH, ChunkedKVCache) and cache.keys is not None
+        by_length = type(cache) in _CUT_ANYWHERE and cache.keys is not None
         state = cache.keys_and_values() if by_length else cache.state
         arrays.extend(array for _, array in tree_flatten(state) if isinstance(array, mx.array))
     return arrays

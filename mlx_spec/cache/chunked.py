@@ -27,7 +27,8 @@ class ChunkedJournal(AppendJournal):
         # A chunk longer than its size, as a prompt leaves it, loses the surplus to the first token whatever is kept.
         surplus = self._start_after(1) > self._start
         self._uncut = (copy.copy(cache.keys), copy.copy(cache.values)) if surplus else None
-        first, last = self._start_after(1), min(self._start_after(width), self._base)
+        # One token more than fits may be cut for before it is refused.
+        first, last = self._start_after(1), min(self._start_after(width + 1), self._base)
         self._front: tuple[mx.array, ...] = ()
         if last > first:
             index = mx.arange(first - self._start, last - self._start)
@@ -51,8 +52,10 @@ class ChunkedJournal(AppendJournal):
         return read()
 
     def plan(self, retained: Sequence[int]) -> Apply:
-        apply = super().plan(retained)
-        return kept_whole if apply is kept_whole else lambda: self._go_to(retained[0])
+        super().plan(retained)
+        if self._appended == 0 and self._cache.start_position == self._start:
+            return kept_whole
+        return lambda: self._go_to(retained[0] if self._appended else 0)
 
     def restore(self) -> None:
         self._go_to(0)

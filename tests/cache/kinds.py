@@ -102,7 +102,7 @@ KINDS = {
         Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, by_length=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
         Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True, pads=(2, 0, 1)),
-        # A batch ring read from a file lacks a field its next write needs, and mlx-lm reads only classes of its own file.
+        # A batch ring read from a file lacks a field its next write needs; and mlx-lm reads its own classes only.
         Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, pads=(2, 0), can_save=False),
         Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True, can_save=False),
     )

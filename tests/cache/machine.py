@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.cache.base import Drive
 from mlx_spec.errors import TransactionError
 from tests.bits import assert_same_bits
 from tests.cache.kinds import arrays_of

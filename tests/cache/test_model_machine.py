@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -16,7 +14,7 @@ from tests.cache.machine import Refusals, UniformMachine
 from tests.cache.machine_runs import run
 from tests.cache.ragged import Batch, RaggedMachine
 from tests.cache.subjects import TinyModel
-from tests.tiny import CHUNK, MIXES, VOCAB, WINDOW, _from_mlx_lm, randomise
+from tests.tiny import CHUNK, MIXES, WINDOW, _from_mlx_lm, randomise
 
 STEPS = 4
 SHORT = 5
