@@ -114,9 +114,11 @@ class Certificate:
                 logits = model(ids, cache=tx.caches)
                 mx.eval(logits, cache_arrays(self._step_caches))
                 tx.commit(1)
-            self._steps.append(logits[:, 0])
-            self._states.append([mx.contiguous(array) for array in visible_arrays(self._step_caches)])
-            mx.eval(self._states[-1])
+            step, states = logits[:, 0], [mx.contiguous(array) for array in visible_arrays(self._step_caches)]
+            # Evaluated here: another thread may be the next to compare with them, and this one may have ended by then.
+            mx.eval(step, states)
+            self._steps.append(step)
+            self._states.append(states)
 
 
 _certificates: dict[tuple[int, tuple[int, int] | None], Certificate] = {}
