@@ -86,7 +86,7 @@ def _add_sampling_flags(flags: argparse.ArgumentParser) -> None:
 
 def _add_cache_flags(flags: argparse.ArgumentParser) -> None:
     group = flags.add_argument_group("cache")
-    group.add_argument("--max-kv-size", type=int, help="size of a rotating cache")
+    group.add_argument("--max-kv-size", type=int, help="size of a rotating cache, where the model leaves it open")
     group.add_argument("--prefill-step-size", type=int, default=2048, help="prompt tokens per forward")
     group.add_argument("--prompt-cache-file", help="a prompt cache saved by mlx-lm to continue from")
     group.add_argument("--kv-bits", type=int, help="quantize the cache to this many bits")
@@ -205,7 +205,8 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
     tokenizer_config = None
     if args.prompt_cache_file is not None:
         metadata = _read_prompt_cache(args)[1]
-        tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+        what = f"the tokenizer_config in --prompt-cache-file {args.prompt_cache_file}"
+        tokenizer_config = _json_object(metadata.get("tokenizer_config", "{}"), what, _SAVE_ONE)
         model_path = _same_model(model_path, metadata.get("model"))
     draft_model = _draft_source(args, demo=model_path is None)
     if model_path is None:
@@ -237,12 +238,24 @@ def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:
     return None
 
 
-def _read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+_UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+"""What mlx-lm ends in when it is given any other file to read a prompt cache from."""
+
+_SAVE_ONE = "Save a prompt cache with mlx-lm: python -m mlx_lm cache_prompt --prompt-cache-file FILE."
+
+
+def _read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
+    file = args.prompt_cache_file
+    if not Path(file).is_file():
+        raise InvalidRequest(f"--prompt-cache-file {file}: there is no such file. {_SAVE_ONE}")
     try:
-        caches, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise InvalidRequest(f"--prompt-cache-file {args.prompt_cache_file}: {error}") from None
-    return caches, metadata
+        caches, metadata = load_prompt_cache(file, return_metadata=True)
+        return caches, dict(metadata)
+    except _UNREADABLE as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidRequest(
+            f"--prompt-cache-file {file} holds no prompt cache that this mlx-lm can read ({said}). {_SAVE_ONE}"
+        ) from None
 
 
 def _same_model(given: str | None, saved: str | None) -> str | None:
@@ -255,7 +268,9 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text:
         raise InvalidRequest("the prompt is empty. Give --prompt some text.")
-    extra = _template_config(args.chat_template_config)
+    given = args.chat_template_config
+    way_out = """Give one such as '{"enable_thinking": false}'."""
+    extra = {} if given is None else _json_object(given, "--chat-template-config", way_out)
     templated = not args.ignore_chat_template and tokenizer.has_chat_template
     if templated:
         with _told_as("the chat template"):
@@ -263,14 +278,14 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=not templated))
 
 
-def _template_config(given: str | None) -> dict[str, Any]:
+def _json_object(text: str, what: str, way_out: str) -> dict[str, Any]:
     try:
-        config = {} if given is None else json.loads(given)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"--chat-template-config wants a JSON object: {error}.") from None
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"--chat-template-config wants a JSON object, got {given}.")
-    return config
+        raise InvalidRequest(f"{what} wants a JSON object: {error}. {way_out}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{what} wants a JSON object, got {text}. {way_out}")
+    return value
 
 
 def _templated(args: argparse.Namespace, tokenizer: Any, text: str, extra: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import KVQuantization, new_caches, quantized_entry, tokens_held
+from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_held
 from mlx_spec.certify import CertifiedRoutes, Verify
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
@@ -189,7 +189,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
         _check_method(options.speculative, drafter)
         # Also where the drafter will be idle: a wrong pair is told either way.
         drafter.check(target)
-    caches = _resolve_caches(options, model)
+    caches = _resolve_caches(options, model, statistics)
     request = Request(
         prompt=_prompt_ids(prompt),
         caches=caches,
@@ -206,12 +206,6 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     if options.prompt_progress_callback is not None:
         request.progress = options.prompt_progress_callback
     request.quantization.check(caches)
-    held = quantized_entry(caches)
-    if options.kv_bits is not None and held not in (None, (options.kv_bits, options.kv_group_size)):
-        raise InvalidRequest(
-            f"kv_bits={options.kv_bits} and kv_group_size={options.kv_group_size} contradict the prompt cache, "
-            f"which is quantized to {held[0]} bits in groups of {held[1]}."
-        )
     routes = CertifiedRoutes(target, options.verify, statistics)
     schedule = FixedWidth(1, "plain decoding")
     if drafter is not None:
@@ -271,16 +265,18 @@ def _check_method(config: SpeculativeConfig | None, drafter: Drafter) -> None:
         )
 
 
-def _resolve_caches(options: _Options, model: nn.Module) -> list[Any]:
+def _resolve_caches(options: _Options, model: nn.Module, statistics: Statistics) -> list[Any]:
     fresh = new_caches(model, options.max_kv_size)
-    if options.prompt_cache is None:
-        return fresh
-    if len(options.prompt_cache) != len(fresh):
+    caches = fresh if options.prompt_cache is None else options.prompt_cache
+    if len(caches) != len(fresh):
         raise InvalidRequest(
-            f"prompt_cache holds {len(options.prompt_cache)} caches, this model has {len(fresh)}. "
+            f"prompt_cache holds {len(caches)} caches, this model has {len(fresh)}. "
             "Give the target's caches alone; a drafter keeps its own."
         )
-    return options.prompt_cache
+    if options.max_kv_size is not None and not is_limited(caches, options.max_kv_size):
+        why = "this model makes its own caches" if caches is fresh else "the prompt cache has its size already"
+        statistics.note(f"max_kv_size={options.max_kv_size} has no effect, as in mlx-lm: {why}")
+    return caches
 
 
 def _resolve_width(

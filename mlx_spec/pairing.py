@@ -16,7 +16,7 @@ from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_confi
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
-from mlx_spec.target.model import Target
+from mlx_spec.target.model import Target, evaluate_arrays
 
 NGRAM = "ngram"
 
@@ -42,7 +42,8 @@ def load(
         tokenizer_config: settings for the tokenizer.
         model_config: entries that replace those of config.json.
         adapter_path: folder of LoRA adapters.
-        lazy: whether to leave the weights on disk until they are used.
+        lazy: whether to leave the weights on disk until they are used. Only what was not left can be used in every
+            thread.
         revision: of the hub repository.
 
     Returns:
@@ -65,6 +66,8 @@ def load(
         )
     except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
+    if not lazy:
+        evaluate_arrays(model)
     return model, tokenizer
 
 

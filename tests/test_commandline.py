@@ -334,6 +334,14 @@ def test_a_saved_prompt_is_continued_as_mlx_lm_does(
     assert (checked.code, checked.lines[-1][:15]) == (0, "check: 9 ids co")
 
 
+def test_a_cache_limit_that_reaches_no_cache_is_in_the_line_of_statistics(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run(capsys, "--model", target, "--prompt", PROMPT, "-m", "4", "--max-kv-size", "8")
+    assert outcome.code == 0
+    assert "max_kv_size=8 has no effect, as in mlx-lm: this model makes its own caches" in outcome.lines[-1]
+
+
 # In a process of its own
 
 

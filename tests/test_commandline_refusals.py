@@ -294,14 +294,55 @@ def test_a_file_that_holds_no_prompt_cache_is_named(
 ) -> None:
     line = refuse(capsys, "--model", folder / "narrow", *PROMPT, "--prompt-cache-file", folder / name)
     assert f"--prompt-cache-file {folder / name}" in line
+    assert "mlx_lm cache_prompt" in line
 
 
-def saved_cache(file: Path, model: Path | None, **changes: Any) -> Path:
+FOREIGN: dict[str, tuple[dict[str, mx.array], dict[str, str]]] = {
+    "no metadata": ({"0.0": mx.ones(3)}, {}),
+    "metadata of another make": ({"0.0": mx.ones(3)}, {"format": "mlx"}),
+    "no list of classes": ({"0.0": mx.ones(3)}, {"0.note": "none"}),
+    "an unknown class": ({"0.0": mx.ones(3), "0.1": mx.ones(3)}, {"0.model": "m", "1.0": "NoSuchCache", "2.0": ""}),
+    "a class and no state": ({"unrelated": mx.ones(3)}, {"0.model": "tiny", "1.0": "KVCache", "2.0": ""}),
+    "metadata that are a list": ({"0.0": mx.ones(3), "0.1": mx.ones(3)}, {"0.0": "m", "1.0": "KVCache", "2.0": ""}),
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_file_of_tensors_that_is_no_prompt_cache_is_told_apart(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "cache.safetensors"
+    arrays, metadata = FOREIGN[content]
+    mx.save_safetensors(str(file), arrays, metadata)
+    line = refuse(capsys, "--model", target, *PROMPT, "--prompt-cache-file", file)
+    assert f"{file} holds no prompt cache that this mlx-lm can read" in line
+    assert "mlx_lm cache_prompt" in line
+
+
+def test_a_prompt_cache_that_was_cut_short_is_named(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    file = saved_cache(tmp_path / "cache.safetensors", None)
+    file.write_bytes(file.read_bytes()[:300])
+    assert str(file) in refuse(capsys, "--model", target, *PROMPT, "--prompt-cache-file", file)
+
+
+@pytest.mark.parametrize("content", ["{oops", "[1]", "", "null"])
+def test_a_prompt_cache_with_a_tokenizer_config_that_is_no_object_is_refused(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path, content: str
+) -> None:
+    file = saved_cache(tmp_path / "cache.safetensors", target, tokenizer_config=content)
+    line = refuse(capsys, "--model", target, *PROMPT, "--prompt-cache-file", file)
+    assert f"the tokenizer_config in --prompt-cache-file {file} wants a JSON object" in line
+    assert "mlx_lm cache_prompt" in line
+
+
+def saved_cache(file: Path, model: Path | None, tokenizer_config: str = "{}", **changes: Any) -> Path:
     """A prompt cache as mlx-lm's command saves it, filled by a model with these changes."""
     other = tiny_model(**changes)
     cache = make_prompt_cache(other)
     mx.eval(other(mx.array([[1, 5, 9]]), cache=cache))
-    metadata = {} if model is None else {"model": str(model), "tokenizer_config": "{}"}
+    metadata = {} if model is None else {"model": str(model), "tokenizer_config": tokenizer_config}
     save_prompt_cache(str(file), cache, metadata)
     return file
 

@@ -254,6 +254,34 @@ def test_nothing_is_said_of_a_cache_that_is_empty() -> None:
     assert statistics.notes == []
 
 
+# A limit that mlx-lm drops
+
+
+def notes_about_the_limit(name: str, **keywords: Any) -> list[str]:
+    statistics = Statistics()
+    steps = generate_step(mx.array(PROMPT), MIXES[name].model(), max_tokens=2, statistics=statistics, **keywords)
+    assert len(list(steps)) == 2
+    return [note for note in statistics.notes if "max_kv_size" in note]
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_a_cache_limit_that_reaches_no_cache_is_told(drafter: str | None) -> None:
+    """The model makes its own caches, and so they grow without limit, there as here."""
+    for name in ("dense", "sliding", "hybrid"):
+        (note,) = notes_about_the_limit(name, max_kv_size=15, draft_model=drafter)
+        assert note == "max_kv_size=15 has no effect, as in mlx-lm: this model makes its own caches"
+    mix = MIXES["ring_with_keep"]
+    (note,) = notes_about_the_limit(mix.name, max_kv_size=14, prompt_cache=mix.new_cache())
+    assert note == "max_kv_size=14 has no effect, as in mlx-lm: the prompt cache has its size already"
+
+
+def test_a_cache_limit_that_is_kept_is_no_news() -> None:
+    mix = MIXES["ring_with_keep"]
+    assert notes_about_the_limit(mix.name, max_kv_size=15) == []
+    assert notes_about_the_limit(mix.name, max_kv_size=15, prompt_cache=mix.new_cache()) == []
+    assert notes_about_the_limit("dense") == []
+
+
 # Names
 
 

@@ -118,7 +118,7 @@ def randomise(build: Callable[[], nn.Module], seed: int, dtype: mx.Dtype = mx.fl
     return model
 
 
-def _from_mlx_lm(module: str, **config: Any) -> nn.Module:
+def from_mlx_lm(module: str, **config: Any) -> nn.Module:
     arch = importlib.import_module(f"mlx_lm.models.{module}")
     return arch.Model(arch.ModelArgs.from_dict({"model_type": module, "vocab_size": VOCAB, **config}))
 
@@ -134,7 +134,7 @@ def _llama(**config: Any) -> nn.Module:
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }
-    return _from_mlx_lm("llama", **{**dense, **config})
+    return from_mlx_lm("llama", **{**dense, **config})
 
 
 def _wide_llama() -> nn.Module:
@@ -148,7 +148,7 @@ def _aligned_llama() -> nn.Module:
 
 
 def _qwen3() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "qwen3",
         hidden_size=52,
         num_hidden_layers=2,
@@ -164,7 +164,7 @@ def _qwen3() -> nn.Module:
 
 
 def _gemma3() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "gemma3_text",
         hidden_size=40,
         num_hidden_layers=5,
@@ -204,7 +204,7 @@ def _qwen3_5() -> nn.Module:
 
 
 def _qwen3_next() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "qwen3_next",
         hidden_size=48,
         num_hidden_layers=4,
@@ -233,7 +233,7 @@ def _qwen3_next() -> nn.Module:
 
 
 def _deepseek_v3() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "deepseek_v3",
         hidden_size=48,
         intermediate_size=80,
@@ -256,7 +256,7 @@ def _deepseek_v3() -> nn.Module:
 
 
 def _mamba() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "mamba",
         hidden_size=40,
         intermediate_size=72,
@@ -271,7 +271,7 @@ def _mamba() -> nn.Module:
 
 
 def _mamba2() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "mamba2",
         num_heads=6,
         head_dim=12,
@@ -291,7 +291,7 @@ def _mamba2() -> nn.Module:
 
 
 def _falcon_h1() -> nn.Module:
-    return _from_mlx_lm(
+    return from_mlx_lm(
         "falcon_h1",
         hidden_size=44,
         num_hidden_layers=3,

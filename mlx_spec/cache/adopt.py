@@ -28,7 +28,7 @@ from mlx_spec.cache.chunked import ChunkedJournal
 from mlx_spec.cache.recurrent import RecurrentJournal
 from mlx_spec.cache.ring import RingJournal
 from mlx_spec.cache.stepwise import StepwiseJournal
-from mlx_spec.errors import UnsupportedOption
+from mlx_spec.errors import InvalidRequest, UnsupportedOption
 
 _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
 
@@ -47,6 +47,9 @@ _KEPT_IN_PART: _Kinds = {
 }
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
+_KEPT_IN_ROWS = frozenset(_KEPT_IN_PART) - {ArraysCache}
+"""Attention reads every row of these that a forward writes, so whoever waits for the logits waits for the rows."""
+
 _RINGS = (RotatingKVCache, BatchRotatingKVCache)
 
 
@@ -58,6 +61,11 @@ def new_append_cache() -> Any:
 def new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
     """The caches mlx-lm would give this model, one per layer."""
     return list(make_prompt_cache(model, max_kv_size=max_kv_size))
+
+
+def is_limited(caches: Sequence[Any], max_kv_size: int) -> bool:
+    """Whether some cache keeps just this many tokens. mlx-lm drops the number where the model makes its own caches."""
+    return any(isinstance(cache, _RINGS) and cache.max_size == max_kv_size for cache in leaves(caches))
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
@@ -232,16 +240,23 @@ class KVQuantization:
         self.start = start
 
     def check(self, caches: Sequence[Any]) -> None:
-        """Refuse what mlx-lm itself cannot do.
+        """Refuse what mlx-lm itself cannot do, and caches that are quantized otherwise already.
 
         Raises:
             UnsupportedOption: a sliding-window cache cannot be quantized. Nothing was changed.
+            InvalidRequest: the caches given contradict these settings. Nothing was changed.
         """
         rings = sorted({type(cache).__name__ for cache in leaves(caches) if isinstance(cache, _RINGS)})
         if self.bits is not None and rings:
             raise UnsupportedOption(
                 f"kv_bits={self.bits} asks for a quantized cache, but this model keeps {', '.join(rings)}, "
                 "which mlx-lm cannot quantize. Leave kv_bits (and max_kv_size) out."
+            )
+        held = quantized_entry(caches)
+        if self.bits is not None and held not in (None, (self.bits, self.group_size)):
+            raise InvalidRequest(
+                f"kv_bits={self.bits} and kv_group_size={self.group_size} contradict the prompt cache, "
+                f"which is quantized to {held[0]} bits in groups of {held[1]}."
             )
 
     def room(self, caches: Sequence[Any]) -> int | None:
@@ -276,3 +291,12 @@ def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
 def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """Every array in the caches' state, for evaluation."""
     return [array for cache in leaves(caches) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+
+
+def state_arrays(caches: Sequence[Any]) -> list[mx.array]:
+    """What a forward leaves in the caches that its logits may not depend on: recurrent states, unknown classes.
+
+    The caches' own array objects. A slice of one would be a second handle on its buffer.
+    """
+    fields = [vars(cache) for cache in leaves(caches) if type(cache) not in _KEPT_IN_ROWS]
+    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)]

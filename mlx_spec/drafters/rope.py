@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_spec.errors import CheckpointError
-
-Rotation = Callable[..., mx.array]
-"""(x [B, heads, T, head_dim], offset=position of the first row) -> x rotated."""
 
 NESTED_KEYS = ("rope_parameters", "rope_scaling")
 
@@ -50,9 +47,9 @@ class Rope:
         """Entries of a head that are rotated."""
         return int(head_dim * self.fraction)
 
-    def build(self, head_dim: int) -> Rotation:
-        """mlx-lm's rotation for heads of this size."""
-        rotation: Rotation = initialize_rope(self.rotated_dims(head_dim), self.theta, False, self.scaling)
+    def build(self, head_dim: int) -> nn.Module:
+        """mlx-lm's rotation for heads of this size: (x [B, heads, T, head_dim], offset=first row's position) -> x."""
+        rotation: nn.Module = initialize_rope(self.rotated_dims(head_dim), self.theta, False, self.scaling)
         return rotation
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix
@@ -56,6 +57,7 @@ class OpenRound:
         key: [2] the random state before the round; None when the sampler draws nothing.
         reads_prompt: its bonus is the prompt's last token.
         stage_ms: host milliseconds per stage.
+        thread: the thread that dispatched it, whose random state its keys belong to.
     """
 
     tx: SpeculativeCacheTransaction
@@ -67,6 +69,12 @@ class OpenRound:
     key: mx.array | None
     out: list[int] = field(default_factory=list)
     reads_prompt: bool = False
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this thread is another one. Its random state is then nobody's to move."""
+        return self.thread != threading.get_ident()
 
 
 class _Clock:
@@ -209,7 +217,8 @@ class Engine:
             walk = open_walk(request.sampling, block)
             clock.lap("mask")
             hidden = [] if output.hidden is None else [output.hidden]
-            mx.async_eval(*walk.pending(), *hidden, *self._loop.arrays())
+            # The states too, though these logits may not need them: what stays lazy belongs to this thread.
+            mx.async_eval(*walk.pending(), *hidden, *state_arrays(request.caches), *self._loop.arrays())
             clock.lap("verify")
         except BaseException:
             self._undo(tx, key)
@@ -299,7 +308,8 @@ class Engine:
         except BaseException:
             current.tx.abort()
             raise
-        current.walk.rewind(retained)
+        if not current.is_foreign:
+            current.walk.rewind(retained)
         self._request.show(current.block.inputs[0, :retained])
         self._request.convert_caches()
 
@@ -331,7 +341,7 @@ class Engine:
                     self._close(current)
                 else:
                     self._open = None
-                    self._undo(current.tx, current.key)
+                    self._undo(current.tx, None if current.is_foreign else current.key)
             if len(current.out) > 1:
                 self._count(current)
         if self._request.keeps_caches:

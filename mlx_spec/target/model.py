@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.cache.adopt import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
@@ -27,6 +28,14 @@ class TargetOutput:
 
     logits: mx.array
     hidden: mx.array | None
+
+
+def evaluate_arrays(model: nn.Module) -> None:
+    """Evaluate every array of a model, also those that are no parameters, as the frequencies of scaled ropes are.
+
+    What is left lazy can be computed only in the thread that made it, so a model could not be used in another.
+    """
+    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
 
 
 class Target:

@@ -135,6 +135,8 @@ class Trial:
                 logits = model(ids, cache=tx.caches)
                 mx.eval(logits, cache_arrays(self._stepped))
                 tx.commit(1)
-            self._logits.append(logits[:, 0])
-            self._states.append([mx.contiguous(array) for array in visible_arrays(self._stepped)])
-            mx.eval(self._states[-1])
+            step, states = logits[:, 0], [mx.contiguous(array) for array in visible_arrays(self._stepped)]
+            # Evaluated here: another thread may be the next to compare with them, and this one may have ended by then.
+            mx.eval(step, states)
+            self._logits.append(step)
+            self._states.append(states)

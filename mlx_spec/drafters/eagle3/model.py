@@ -16,7 +16,7 @@ from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.weights import LAYER, Eagle3Weights
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.target.model import Target
+from mlx_spec.target.model import Target, evaluate_arrays
 
 PENDING_LIMIT = 64
 """Tapped rows kept unread while nothing is proposed."""
@@ -43,6 +43,8 @@ class Eagle3Network:
         }
         self._target_ids = weights.target_ids
         self._rotate = config.rope.build(config.head_dim)
+        mx.eval(self._tensors)
+        evaluate_arrays(self._rotate)
 
     @property
     def tapped_size(self) -> int:
