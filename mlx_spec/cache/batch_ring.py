@@ -23,6 +23,7 @@ class BatchRingJournal(RingJournal):
         # Models' own writes count the padding down in place, which would carry a plain reference along.
         self._rows = (copy.copy(cache.offset), copy.copy(cache.left_padding))
         self._rotated = bool(cache.rotated)
+        self._ungathered: tuple[mx.array, mx.array] | None = None
         super().__init__(cache, width)
 
     def plan(self, retained: Sequence[int]) -> Apply:
@@ -32,6 +33,15 @@ class BatchRingJournal(RingJournal):
         for count in set(counts):
             super().plan([count])
         return lambda: self._keep(counts)
+
+    def restore(self) -> None:
+        if self._ungathered is not None:
+            self._cache.keys, self._cache.values = self._ungathered
+        super().restore()
+
+    def close(self) -> None:
+        super().close()
+        self._ungathered = None
 
     def _path_of(self, cache: Any) -> RingPath:
         start = RingPlace(rows_of(cache), cache._idx, self._offset())
@@ -62,6 +72,8 @@ class BatchRingJournal(RingJournal):
         keys, values = (
             mx.take_along_axis(self._side_by_side(before, side, longest), index, axis=2) for side in range(2)
         )
+        # Gathering makes new buffers, so holding the old ones costs no copy.
+        self._ungathered = cache.keys, cache.values
         cache.keys, cache.values = keys, values
         cache._idx = cache._offset = size
         cache.rotated = False

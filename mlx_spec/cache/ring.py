@@ -145,8 +145,8 @@ class RingJournal(Journal):
                     "Abort, and feed the block one way."
                 )
             self._whole = Snapshot(self._cache)
-        self._appended += tokens
         self._written.append((keys, values))
+        self._appended += tokens
 
     def _require_untouched(self) -> None:
         want = self._path.places[0].offset + self._appended
@@ -227,7 +227,7 @@ class RingJournal(Journal):
                 rows[slot] = keys, values
             else:
                 # Allocated within the round, so it held what a new allocation holds.
-                keys, values = self._written[0]
+                keys, values = (array[..., :1, :] for array in (self._cache.keys, self._cache.values))
                 rows[slot] = mx.zeros_like(keys), mx.zeros_like(values)
         return rows
 

@@ -310,9 +310,9 @@ def test_a_write_that_cannot_be_evaluated_is_undone_where_the_state_before_it_ha
     """Where old rows share a buffer with the new ones, that write stands between any reader and the old rows."""
     cache = kind.filled(range(kind.edge - 2))
     want = independent_copy(cache)
-    plain_rows = kinds.rows
+    plain_rows = kinds.vectors
     tx = SpeculativeCacheTransaction([cache], WIDTH)
-    monkeypatch.setattr(kinds, "rows", lambda *args: cannot_be_evaluated(plain_rows(*args)))
+    monkeypatch.setattr(kinds, "vectors", lambda *args: cannot_be_evaluated(plain_rows(*args)))
     append(tx.caches[0], BLOCK[:1], kind.batch)
     with pytest.raises(RuntimeError, match="GatherMM"):
         mx.eval(arrays_of(cache))
