@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.double import PATTERNS  # noqa: E402  a script finds the package `tests` beside its own folder
-from tests.zoo.doubled import QUICK, DoublePlan, diverging, examine_doubled  # noqa: E402
+from tests.zoo.doubled import QUICK, DoubledOutcome, DoublePlan, diverging, examine_doubled  # noqa: E402
 from tests.zoo.keeper import findings  # noqa: E402
 from tests.zoo.menagerie import whole_zoo  # noqa: E402
 from tests.zoo.page import differences, reason  # noqa: E402
@@ -64,7 +64,7 @@ def line(finding: Finding) -> str:
         return f"{finding.name}: not runnable here: {reason(finding)}"
     ran = [name for name, outcome in finding.outcomes.items() if outcome.reason is None]
     same = [name for name in ran if name not in diverging(finding)]
-    ways = {
+    routes = {
         way
         for outcome in finding.outcomes.values()
         for route in outcome.routes.values()
@@ -72,12 +72,20 @@ def line(finding: Finding) -> str:
     }
     cells = (
         finding.name,
-        f"fast diverged in {len(ran) - len(same)} of {len(ran)}" + (f", not in {', '.join(same)}" if same else ""),
-        ", ".join(sorted(ways)),
+        "; ".join(
+            [f"fast diverged in {len(ran) - len(same)} of {len(ran)}", *(_not_in(finding, name) for name in same)]
+        ),
+        ", ".join(sorted(routes)) or "no route seen",
         f"{finding.seconds:.0f} s",
         "exact" if finding.exact else "NOT EXACT",
     )
     return " | ".join(cells)
+
+
+def _not_in(finding: Finding, name: str) -> str:
+    outcome = finding.outcomes[name]
+    error = outcome.fast_error if isinstance(outcome, DoubledOutcome) else None
+    return f"not in {name}" if error is None else f"failed in {name}, {error}"
 
 
 def arguments() -> argparse.ArgumentParser:
