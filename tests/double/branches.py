@@ -6,13 +6,15 @@ Forced here:
   chunked form. The step is the kernel's formula in mlx ops.
 * `kimi_k3.py`: one token takes a compiled decode step of its own. The kernel that mixes residual blocks, one for any
   number of rows, takes the place of matmuls that would not have the same bits for each.
+* `bitlinear_layers.py`: mlx-lm has nothing that stands in for its kernel, which treats each row alone. Here it has, so
+  that bitnet runs.
 
 Left as they are:
 
 * `gated_delta.py`, `rwkv7.py` and the Sinkhorn loop of `deepseek_v41.py`: one kernel serves any number of tokens in the
   order of the positions, as do the ops that stand in for it elsewhere.
-* `bitlinear_layers.py`: its kernel has no stand-in in ops, so bitnet does not run without Metal; it treats each row
-  alone.
+* `mlx_lm/kernels/`: norms, rotations, routing and combinations, each of one token alone. Nothing stands in for them,
+  so muse_spark does not run without Metal.
 * Convolutions that are not depthwise, `mx.einsum` and its relatives: no model of mlx-lm decodes by them.
 * `mx.qqmm`, which quantizes activations: how its rows are dispatched is not known.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import kimi_k3, ssm
+from mlx_lm.models import bitlinear_layers, kimi_k3, ssm
 
 
 class _AlwaysAvailable:
@@ -80,12 +82,27 @@ def mixed_residual(
     return out.astype(partial_sum.dtype)
 
 
+def ternary_product(*, inputs: list[mx.array], template: list[tuple[str, Any]], **launch: Any) -> list[mx.array]:
+    """Rows times ternary weights, four of them a byte, as `bitlinear_layers`' kernel computes it.
+
+    Args:
+        inputs: rows [M, K], packed weights [N / 4, K], scale [1].
+    """
+    rows, packed, scale = inputs
+    options = dict(template)
+    weight = mx.concatenate([(packed >> shift) & 3 for shift in (0, 2, 4, 6)]).astype(mx.float32) - 1
+    sums = (rows[:, None].astype(mx.float32) * weight).sum(axis=-1)
+    factor = scale.astype(mx.float32)
+    return [(sums * (1 / factor if options["invert_weight_scales"] else factor)).astype(options["T"])]
+
+
 def forced() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, value) of what is replaced."""
     face = MetalFace()
     return [
         (ssm, "mx", face),
         (ssm, "ssm_update_kernel", ssm_step),
+        (bitlinear_layers, "_bitlinear_kernel", ternary_product),
         (kimi_k3, "mx", face),
         (kimi_k3, "_attn_res_mix", mixed_residual),
     ]

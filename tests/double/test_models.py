@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import kimi_k3, ssm
+from mlx_lm.models import bitlinear_layers, kimi_k3, ssm
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.bits import assert_same_bits, bit_difference
@@ -140,6 +140,21 @@ def test_kimi_k3_takes_its_decode_step_only_with_the_double_on() -> None:
         model(mx.array([[5]]), cache=caches)
     assert mixers
     assert all(mixer._step is not None for mixer in mixers)
+
+
+def test_bitnet_runs_and_multiplies_by_ternary_weights() -> None:
+    layer = bitlinear_layers.BitLinear(10, 12, bias=False, invert_weight_scales=True)
+    digits = mx.random.randint(0, 3, (12, 10), key=mx.random.key(0))
+    quarters = digits.reshape(4, 3, 10)
+    layer.weight = sum(quarters[place] << 2 * place for place in range(4)).astype(mx.uint8)
+    layer.weight_scale = mx.array([4.0])
+    x = mx.random.randint(-8, 8, (2, 3, 10), key=mx.random.key(1)).astype(mx.float32)
+    with double(PATTERNS["gen13"]):
+        got = layer(x)
+        mx.eval(got)
+    # Small whole numbers and a power of two: nothing is rounded.
+    assert_same_bits(got, (x @ (digits - 1).astype(mx.float32).T) / 4)
+    assert diverges(ZOO["bitnet"], PATTERNS["gen13"], "float32")
 
 
 def test_mixed_residuals_of_kimi_k3_treat_each_row_alone_and_compute_the_same() -> None:
