@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.certify import Certificate
-from tests.double import PATTERNS
+from mlx_spec import generate_step
+from mlx_spec.certify import Certificate, Verify
+from mlx_spec.drafters import CallableDrafter
+from tests.double import PATTERNS, double
+from tests.oracle import assert_same_output, run_stock
+from tests.same_cache import cache_difference
 from tests.zoo.doubled import QUICK, DoublePlan, diverging, examine_doubled
 from tests.zoo.menagerie import Specimen, whole_zoo
+from tests.zoo.trial import PROMPTS, pattern_named, scripted
 
 ZOO = {specimen.name: specimen for specimen in whole_zoo()}
 
@@ -81,6 +88,37 @@ def test_exact_equals_the_stock_loop_in_every_quantized_format(scheme: tuple[str
 @pytest.mark.parametrize("chip", PATTERNS)
 def test_so_it_does_in_models_of_other_shapes(chip: str, name: str, scheme: tuple[str, int, int]) -> None:
     check_quantized(name, scheme, chip)
+
+
+@pytest.mark.parametrize("chip", ["gen13", "max"])
+@pytest.mark.parametrize("width", [3, 5])
+def test_exact_equals_the_stock_loop_with_quantized_keys_and_values(width: int, chip: str) -> None:
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    model = Specimen("llama", {**ZOO["llama"].config, "head_dim": 32}).build("float32")
+
+    def difference(verify: Verify) -> str | None:
+        caches = make_prompt_cache(model)
+        draft = CallableDrafter(scripted(run, 97, pattern_named("full")))
+        steps = generate_step(
+            mx.array(run.prompt),
+            model,
+            draft_model=draft,
+            draft_block_size=width,
+            verify=verify,
+            max_tokens=len(run.ids),
+            prompt_cache=caches,
+            **options,
+        )
+        try:
+            assert_same_output(list(steps), run)
+        except AssertionError as error:
+            return str(error)
+        return cache_difference(caches, run.cache_after(len(run.ids)))
+
+    with double(PATTERNS[chip]):
+        run = run_stock(model, PROMPTS[0], 16, **options)
+        assert difference("exact") is None
+        assert difference("fast") is not None
 
 
 def test_a_verify_route_that_is_not_equal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
