@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mlx_spec.cache.adopt import Likeness, needs_mixers, tokens_held
+from mlx_spec.cache.adopt import Likeness, needs_mixers, new_caches, tokens_held
 from mlx_spec.cache.base import Drive
-from mlx_spec.ops.choose import Subject, choose, distinct
+from mlx_spec.demo import demo_target_path
+from mlx_spec.environment import certificate_folder
+from mlx_spec.errors import MlxSpecError
+from mlx_spec.ops.choose import Subject, choose, distinct, relative_cost
+from mlx_spec.pairing import load_without_tokenizer
 from mlx_spec.stats import Statistics
 from mlx_spec.target import mixers, routes
 from mlx_spec.target.lengths import block_limit
@@ -19,6 +26,7 @@ from mlx_spec.target.model import Target
 from mlx_spec.target.routes import BLOCK, STEP_THROUGH, Plan, Route, plan_of
 from mlx_spec.target.subjects import find_subjects
 from mlx_spec.target.trial import CANNOT_TAKE, PROBES, Probe, Situation, Trial
+from mlx_spec.target.verdicts import Verdicts, facts_of
 
 Verify = Literal["exact", "fast"]
 
@@ -26,12 +34,16 @@ Verify = Literal["exact", "fast"]
 class OpTable:
     """The ops of one model, and the route found for each at each width.
 
+    Attributes:
+        verdicts: where findings are kept.
+
     Cost:
         The first question traces the model. A width is tried when it is first needed, once for every
         distinct op.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verdicts: Verdicts) -> None:
+        self.verdicts = verdicts
         self._subjects: dict[int, Subject] | None = None
         self._plans: dict[int, Plan] = {}
 
@@ -39,9 +51,17 @@ class OpTable:
         """What the model's ops do in a verify call of `width` tokens."""
         if width not in self._plans:
             subjects = self.subjects(model)
-            found = {key: choose(subject, width) for key, subject in distinct(list(subjects.values())).items()}
+            found = {key: self.route(subject, width) for key, subject in distinct(list(subjects.values())).items()}
             self._plans[width] = plan_of(subjects, found, width)
         return self._plans[width]
+
+    def route(self, subject: Subject, width: int) -> str:
+        """The route of one op at a width."""
+        known = self.verdicts.op(subject.key, width)
+        if known is None or known not in subject.op.routes:
+            known = choose(subject, width)
+            self.verdicts.add_op(subject.key, width, known)
+        return known
 
     def subjects(self, model: Any) -> dict[int, Subject]:
         """Every op as the model calls it: id of its module -> subject."""
@@ -68,7 +88,7 @@ class Certificate:
         self._verdicts: dict[tuple[int, Drive], bool] = {}
         self._read: dict[Probe, list[Any]] = {}
         self._trials: dict[tuple[Probe, int | None], Trial] = {}
-        self._ops = ops or OpTable()
+        self._ops = ops or OpTable(Verdicts(facts_of(model), None))
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
         self._situation = situation
@@ -82,8 +102,19 @@ class Certificate:
         """
         with self._lock:
             if (width, drive) not in self._verdicts:
-                self._verdicts[width, drive] = self._probe(width, drive)
+                self._verdicts[width, drive] = self._known(width, drive)
             return self._verdicts[width, drive]
+
+    def _known(self, width: int, drive: Drive) -> bool:
+        """The verdict, from the file if it is there; what a model raised is not kept, so a failure is tried again."""
+        verdicts, situation = self._ops.verdicts, str(self._situation)
+        known = verdicts.block(situation, width, drive.value)
+        if known is None:
+            known = self._probe(width, drive)
+            if known or self.failure is None:
+                verdicts.add_block(situation, width, drive.value, known)
+                verdicts.save()
+        return known
 
     def route(self, width: int, drive: Drive) -> Route:
         """What `holds` speaks of. Its plan's modules are attached."""
@@ -131,7 +162,7 @@ def certificate_for(model: Any, situation: Situation) -> Certificate:
     key = (id(model), situation)
     with _certificates_lock:
         if id(model) not in _op_tables:
-            _op_tables[id(model)] = OpTable()
+            _op_tables[id(model)] = OpTable(Verdicts(facts_of(model), certificate_folder()))
             weakref.finalize(model, _op_tables.pop, id(model), None)
         if key not in _certificates:
             _certificates[key] = Certificate(model, situation, _op_tables[id(model)])
@@ -205,3 +236,88 @@ class CertifiedRoutes:
     def _step_through(self, reason: str) -> Route:
         self._statistics.note(f"verified one token at a time, which cannot be faster than plain decoding: {reason}")
         return STEP_THROUGH
+
+
+# The command line
+
+WIDTHS = (2, 3, 5, 6, 8, 16)
+"""What is tried before anybody asks; any other width is tried when it is first needed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Certify a model on this machine and print what was found.
+
+    Returns:
+        0; 1 where every width is left to step-through; 2 where the model cannot be loaded.
+    """
+    flags = argparse.ArgumentParser(
+        prog="python -m mlx_spec.certify",
+        description="Find out by which routes a block of tokens gives the bits of one-token decode on this machine.",
+    )
+    flags.add_argument("--model", help="path or hub id of the target; without it the embedded demo's")
+    flags.add_argument("--widths", nargs="+", type=int, default=WIDTHS, metavar="W", help="tokens per verify call")
+    options = flags.parse_args(arguments)
+    if min(options.widths) < 2:
+        flags.error(f"a block has at least 2 tokens, got widths {options.widths}")
+    started = time.perf_counter()
+    try:
+        model = load_without_tokenizer(options.model or demo_target_path())
+    except MlxSpecError as error:
+        print(f"certify: {error}", file=sys.stderr)
+        return 2
+    report = Report(model, options.widths)
+    report.print_ops()
+    stepped = report.print_blocks()
+    verdicts = report.verdicts
+    verdicts.save()
+    where = "not kept" if verdicts.path is None else f"kept in {verdicts.path}"
+    seconds = time.perf_counter() - started
+    print(f"{verdicts.kept} findings were known before, all are {where}; {seconds:.1f} s with loading the model")
+    return 1 if stepped == len(options.widths) else 0
+
+
+class Report:
+    """What is found out about one model, printed as it is found."""
+
+    def __init__(self, model: Any, widths: Sequence[int]) -> None:
+        self._model = model
+        self._widths = widths
+        self._situation = Situation(Likeness(new_caches(model)))
+        self._certificate = certificate_for(model, self._situation)
+        self._ops = _op_tables[id(model)]
+        self.verdicts = self._ops.verdicts
+
+    def print_ops(self) -> None:
+        """Every distinct op: its route at each width, and what that costs in one-row calls."""
+        subjects = list(self._ops.subjects(self._model).values())
+        counts = Counter(subject.key for subject in subjects)
+        print("| op | input | uses | " + " | ".join(f"W={width}" for width in self._widths) + " |")
+        print("|---" * (3 + len(self._widths)) + "|")
+        for key, subject in distinct(subjects).items():
+            cells = [f"{subject.op.kind}: {subject.op.label}", subject.input, str(counts[key])]
+            cells += [self._cell(subject, width) for width in self._widths]
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+    def _cell(self, subject: Subject, width: int) -> str:
+        route = self._ops.route(subject, width)
+        cost = self.verdicts.cost(subject.key, width)
+        if cost is None:
+            cost = relative_cost(subject, route, width)
+            self.verdicts.add_cost(subject.key, width, cost)
+        return f"{route} {cost:.1f}"
+
+    def print_blocks(self) -> int:
+        """The route of whole blocks at each width. Returns how many are left to step-through."""
+        print(f"\nBlocks on {self._situation.caches}:")
+        statistics = Statistics()
+        chosen = CertifiedRoutes(Target(self._model), "exact", statistics)
+        routes_found = {width: chosen.route(width, new_caches(self._model)) for width in self._widths}
+        for width, route in routes_found.items():
+            print(f"W={width}: {route.name}")
+        for note in statistics.notes:
+            print(note)
+        return sum(route.stepped for route in routes_found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ def load(
         ModelNotFound: no such folder or repository, or it could not be downloaded.
         CheckpointError: mlx-lm cannot load it; the cause is attached.
     """
-    folder = _folder(path_or_id, _TARGET_FILES, revision)
-    if not (folder / CONFIG_NAME).is_file():
-        raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
-    try:
+    folder = _target_folder(path_or_id, revision)
+    with _telling(folder):
         model, tokenizer = mlx_lm_utils.load(
             str(folder),
             tokenizer_config=dict(tokenizer_config or {}),
@@ -64,11 +63,33 @@ def load(
             adapter_path=adapter_path,
             lazy=lazy,
         )
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise CheckpointError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
     if not lazy:
         evaluate_arrays(model)
     return model, tokenizer
+
+
+def load_without_tokenizer(path_or_id: str | Path) -> Any:
+    """A target's model alone, its weights left on disk until they are used. Errors are those of `load`."""
+    folder = _target_folder(path_or_id, None)
+    with _telling(folder):
+        model, _ = mlx_lm_utils.load_model(folder, lazy=True)
+    return model
+
+
+def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
+    folder = _folder(path_or_id, _TARGET_FILES, revision)
+    if not (folder / CONFIG_NAME).is_file():
+        raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
+    return folder
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    """Name the folder in whatever mlx-lm has to say about it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise CheckpointError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
 
 
 def load_drafter(

@@ -9,6 +9,7 @@ loop then, and should, or the double proves nothing; `exact` must not. Ends with
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["MLX_SPEC_CERTIFICATES"] = "off"
 
 from tests.double import PATTERNS  # noqa: E402  a script finds the package `tests` beside its own folder
 from tests.zoo.doubled import QUICK, DoubledOutcome, DoublePlan, diverging, examine_doubled  # noqa: E402

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
+
+from mlx_spec.environment import CERTIFICATES
 
 SEED = 20
 
@@ -18,6 +21,9 @@ settings.register_profile("fast", max_examples=20, deadline=None, derandomize=Tr
 settings.register_profile("deep", max_examples=300, deadline=None, print_blob=True, suppress_health_check=_SLOW_IS_FINE)
 # `--hypothesis-profile` is applied after this file and wins.
 settings.load_profile("fast")
+
+# What one test finds out about a model must not answer for the next, least of all with the double on.
+os.environ[CERTIFICATES] = "off"
 
 if sys.platform == "linux":
     mx.set_default_device(mx.cpu)

@@ -81,8 +81,8 @@ class Stepping:
         self.layers = self.inner.layers
         self.changes = changes
 
-    def modules(self) -> list[Any]:
-        return self.inner.modules()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         logits = position_by_position(self.inner)(tokens, cache)

@@ -21,6 +21,7 @@ from tokenizers import pre_tokenizers
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.demo import target as demo
+from mlx_spec.environment import cache_folder
 from mlx_spec.errors import CheckpointError, ModelNotFound
 
 HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 6, 2, 8, 40, 4
@@ -334,7 +335,7 @@ def test_the_default_cache_is_where_the_platform_keeps_caches(
     platform: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    assert demo._default_cache_dir() == Path.home().joinpath(*parts)
+    assert cache_folder() == Path.home().joinpath(*parts)
 
 
 # The wheel

@@ -28,7 +28,7 @@ MAX_ARGUMENTS = 7
 SHAPED_LIKE_MLX_LM = ("generate", "stream_generate", "generate_step", "speculative_generate_step")
 """Functions of mlx_spec/generate.py that take mlx-lm's keyword arguments under mlx-lm's names."""
 
-READS_ENVIRONMENT = ("mlx_spec/generate.py", "mlx_spec/commandline.py")
+READS_ENVIRONMENT = ("mlx_spec/generate.py", "mlx_spec/commandline.py", "mlx_spec/environment.py")
 NAMES_CACHE_CLASSES = ("mlx_spec/cache/adopt.py",)
 NAMELESS = ("utils", "util", "common", "helper", "helpers", "misc")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -155,6 +156,10 @@ class Likeness:
     def __hash__(self) -> int:
         return hash(self._kinds)
 
+    def __str__(self) -> str:
+        runs = groupby(map(_named, self._kinds))
+        return ", ".join(f"{sum(1 for _ in run)} x {kind}" for kind, run in runs)
+
     def fresh(self) -> list[Any]:
         """Empty caches; those to be quantized are float as yet."""
         return list(map(_made, self._kinds))
@@ -187,6 +192,14 @@ def _kind(cache: Any) -> tuple[Any, ...] | None:
         return CacheList, tuple(map(_kind, cache.caches))
     fields = [getattr(cache, name) for name in _MADE_FROM.get(type(cache), ())]
     return type(cache), tuple(len(field) if isinstance(field, list) else field for field in fields)
+
+
+def _named(kind: tuple[Any, ...] | None) -> str:
+    if kind is None:
+        return "none"
+    made_of, fields = kind
+    inner = map(_named, fields) if made_of is CacheList else map(str, fields)
+    return f"{made_of.__name__}({', '.join(inner)})"
 
 
 def _made(kind: tuple[Any, ...] | None) -> Any:

@@ -21,6 +21,7 @@ from huggingface_hub import snapshot_download
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_spec.environment import cache_folder
 from mlx_spec.errors import CheckpointError, ModelNotFound
 
 DRAFTER_FOLDER = "smollm2-135m-eagle3"
@@ -157,7 +158,7 @@ def demo_target_path(cache_dir: Path | None = None, progress: Callable[[str], No
     source = _find_gguf()
     if source is None:
         return _target_without_wheel(say)
-    cache = cache_dir if cache_dir is not None else _default_cache_dir()
+    cache = cache_dir if cache_dir is not None else cache_folder()
     folder = cache / f"smollm2-135m-instruct-{source.version}-layout{CONVERTER_LAYOUT}"
     if _is_finished(folder):
         return folder
@@ -180,12 +181,6 @@ def _say_nothing(_: str) -> None:
 
 
 # Where things are
-
-
-def _default_cache_dir() -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx_spec"
-    return Path.home() / ".cache" / "mlx_spec"
 
 
 def _find_gguf() -> GgufSource | None:

@@ -70,6 +70,11 @@ class Op(abc.ABC):
         shapes = tuple((name, tuple(array.shape), str(array.dtype)) for name, array in weights)
         return self.kind, type(self.module).__name__, shapes, self.settings()
 
+    @property
+    def label(self) -> str:
+        """The module as people tell it from others."""
+        return type(self.module).__name__
+
     def settings(self) -> tuple[Hashable, ...]:
         """Further facts of the module that decide the bits."""
         return ()

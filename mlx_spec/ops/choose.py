@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ class Subject:
     def key(self) -> str:
         """Subjects with equal keys share a verdict."""
         return repr((self.op.signature, self.shapes, self.extras, self.axis))
+
+    @property
+    def input(self) -> str:
+        """The first argument's shape for one position, and its dtype, as people read it."""
+        sizes, dtype = next(shape for shape in self.shapes if shape is not None)
+        return f"{'x'.join(map(str, sizes))} {str(dtype).rpartition('.')[2]}"
 
     def rows(self, width: int, draw: Draw) -> Rows:
         """Arguments for `width` positions, of one kind of data."""
@@ -70,6 +77,23 @@ def choose(subject: Subject, width: int) -> str:
         if equal:
             return route
     return ROWS
+
+
+def relative_cost(subject: Subject, route: str, width: int) -> float:
+    """Time of one call by a route over `width` rows, in stock calls of one row. Both are evaluated, best of several."""
+    draw = next(kinds_of_data())
+    rows, single = subject.rows(width, draw), subject.rows(1, draw)
+    mx.eval([value for value in (*rows.args, *single.args) if isinstance(value, mx.array)])
+    return _best_seconds(subject.op, route, rows) / _best_seconds(subject.op, ROWS, single)
+
+
+def _best_seconds(op: Op, route: str, rows: Rows, repeats: int = 3) -> float:
+    spent = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        mx.eval(op.run(route, rows))
+        spent.append(time.perf_counter() - started)
+    return min(spent)
 
 
 def kinds_of_data(seed: int = 0) -> Iterator[Draw]:

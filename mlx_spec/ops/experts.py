@@ -22,6 +22,10 @@ class Experts(Op):
 
     kind = "experts"
 
+    @property
+    def label(self) -> str:
+        return f"{type(self.module).__name__} of {self.count}"
+
     def ways(self) -> dict[str, Callable[[Rows], Any]]:
         return {CHUNKS: self._unsorted}
 

@@ -24,6 +24,11 @@ class DenseLinear(Op):
 
     kind = "linear"
 
+    @property
+    def label(self) -> str:
+        outputs, inputs = self.module["weight"].shape
+        return f"{type(self.module).__name__} {inputs} to {outputs}"
+
     def ways(self) -> dict[str, Callable[[Rows], Any]]:
         if "bias" in self.module:
             return {BATCH_AXIS: self._batched, BATCH_AXIS_BIAS_APART: self._batched_bias_apart}
@@ -53,6 +58,13 @@ class PackedLinear(Op):
     """`nn.QuantizedLinear`, and `nn.QuantizedEmbedding.as_linear`, in every mode."""
 
     kind = "quantized linear"
+
+    @property
+    def label(self) -> str:
+        module = self.module
+        outputs, packed = module["weight"].shape
+        size = f"{packed * 32 // module.bits} to {outputs}"
+        return f"{type(module).__name__} {size}, {module.mode} {module.bits} bits in groups of {module.group_size}"
 
     def settings(self) -> tuple[Hashable, ...]:
         module = self.module

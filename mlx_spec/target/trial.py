@@ -31,6 +31,9 @@ class Situation(NamedTuple):
     caches: Likeness
     edges_passed: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.caches}, {self.edges_passed} edges passed"
+
     @classmethod
     def at(cls, caches: Likeness, end: int) -> Situation:
         """The situation of a verify call that ends `end` tokens from the start of the text."""

@@ -1,0 +1,136 @@
+"""What was found out about one model on one machine, and the file it is kept in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import platform
+import tempfile
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mlx_spec.environment import mlx_settings
+
+_FORMAT = 1
+
+
+class Findings(BaseModel):
+    """The content of a file.
+
+    Attributes:
+        facts: what the findings depend on; a file with other facts is not read.
+        ops: key of an op -> width -> the route that is equal.
+        costs: key of an op -> width -> time of its route in one-row calls, where that was measured.
+        blocks: situation -> "width drive" -> whether blocks equal single tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    facts: dict[str, str]
+    ops: dict[str, dict[str, str]] = {}
+    costs: dict[str, dict[str, float]] = {}
+    blocks: dict[str, dict[str, bool]] = {}
+
+
+class Verdicts:
+    """Findings about one model, in memory, and on disk where a folder is given. Safe to share between threads.
+
+    A file that cannot be read, does not parse or speaks of other facts counts as none; it is written anew with the
+    next finding. A folder that cannot be written costs nothing but the keeping.
+
+    Attributes:
+        path: the file; None where nothing is kept.
+        kept: findings that came from the file.
+    """
+
+    def __init__(self, facts: dict[str, str], folder: Path | None) -> None:
+        digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
+        self.path = None if folder is None else folder / f"{digest}.json"
+        self._findings = self._read(facts)
+        self.kept = sum(map(len, self._findings.ops.values())) + sum(map(len, self._findings.blocks.values()))
+        self._lock = threading.Lock()
+
+    def op(self, key: str, width: int) -> str | None:
+        """The route found for an op at a width; None when it was not tried."""
+        return self._findings.ops.get(_short(key), {}).get(str(width))
+
+    def add_op(self, key: str, width: int, route: str) -> None:
+        with self._lock:
+            self._findings.ops.setdefault(_short(key), {})[str(width)] = route
+
+    def cost(self, key: str, width: int) -> float | None:
+        """Time of an op's route at a width, in one-row calls; None when it was not measured."""
+        return self._findings.costs.get(_short(key), {}).get(str(width))
+
+    def add_cost(self, key: str, width: int, cost: float) -> None:
+        with self._lock:
+            self._findings.costs.setdefault(_short(key), {})[str(width)] = cost
+
+    def block(self, situation: str, width: int, drive: str) -> bool | None:
+        """Whether blocks of a width, driven in a way, are equal; None when that was not tried."""
+        return self._findings.blocks.get(situation, {}).get(f"{width} {drive}")
+
+    def add_block(self, situation: str, width: int, drive: str, holds: bool) -> None:
+        with self._lock:
+            self._findings.blocks.setdefault(situation, {})[f"{width} {drive}"] = holds
+
+    def save(self) -> None:
+        """Write everything found so far; whoever reads meanwhile sees the old file or the new one."""
+        if self.path is None:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".partial")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self._findings.model_dump_json())
+            Path(name).replace(self.path)
+
+    def _read(self, facts: dict[str, str]) -> Findings:
+        if self.path is not None:
+            with contextlib.suppress(OSError, ValidationError, UnicodeDecodeError):
+                found = Findings.model_validate_json(self.path.read_text(encoding="utf-8"))
+                if found.facts == facts:
+                    return found
+        return Findings(facts=facts)
+
+
+def _short(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def facts_of(model: Any) -> dict[str, str]:
+    """Everything that decides which routes are equal: versions, device, system, and the make of the model."""
+    device = mx.device_info()
+    return {
+        "format": str(_FORMAT),
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "device": f"{mx.default_device()} {device.get('architecture', '')} {device.get('device_name', '')}",
+        "system": f"{platform.platform()} {platform.python_version()}",
+        "environment": mlx_settings(),
+        "model": make_of(model),
+    }
+
+
+def make_of(model: Any) -> str:
+    """A digest of classes, settings, shapes and dtypes, of everything but the values of the weights."""
+    digest = hashlib.sha256()
+    for name, module in model.named_modules():
+        settings = {key: value for key, value in vars(module).items() if _is_setting(key, value)}
+        digest.update(repr((name, type(module).__name__, sorted(settings.items()))).encode())
+    for name, array in sorted(tree_flatten(model.parameters())):
+        digest.update(repr((name, tuple(array.shape), str(array.dtype))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    plain = isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)
+    return plain and not name.startswith("_")
