@@ -154,6 +154,11 @@ class StepwiseJournal(Journal):
     def restore(self) -> None:
         self._steps[0].restore()
 
+    def close(self) -> None:
+        super().close()
+        self._steps = {}
+        self._marked = []
+
     def _require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
         now = fingerprint(self._cache) if self._marked else []
