@@ -187,6 +187,11 @@ class RingJournal(Journal):
         if self._appended:
             self._go_back_to(0)
 
+    def close(self) -> None:
+        super().close()
+        self._copies, self._uncut, self._whole = (), None, None
+        self._written = []
+
     @property
     def nbytes(self) -> int:
         pairs = [*self._written, *self._views.values()]

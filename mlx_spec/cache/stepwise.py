@@ -162,6 +162,11 @@ class StepwiseJournal(Journal):
         """Tokens of the round so far; one that marks nothing is taken to be full."""
         return self._position or self.width
 
+    def close(self) -> None:
+        super().close()
+        self._steps = {}
+        self._marked = []
+
     def _require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
         now = fingerprint(self._cache) if self._marked else []
