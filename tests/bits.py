@@ -24,10 +24,11 @@ def bit_difference(got: mx.array, want: mx.array) -> str | None:
         return f"dtype {got.dtype}, want {want.dtype}"
     if got.shape != want.shape:
         return f"shape {got.shape}, want {want.shape}"
+    unsigned = _UINT_OF_SIZE[got.dtype.size]
+    if np.array(mx.array_equal(got.view(unsigned), want.view(unsigned))):
+        return None
     got_bits, want_bits = bits(got), bits(want)
     differing = np.argwhere(got_bits != want_bits)
-    if len(differing) == 0:
-        return None
     index = tuple(int(i) for i in differing[0])
     return (
         f"{len(differing)} of {got_bits.size} elements differ, first at index {index}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.cache.base import Drive
 from mlx_spec.errors import TransactionError
 from tests.bits import assert_same_bits
 from tests.cache.kinds import arrays_of
@@ -22,7 +21,7 @@ from tests.oracle import independent_copy
 from tests.same_cache import assert_same_cache
 
 MAX_WIDTH = 7
-MOST_FORWARDS = 3
+MOST_APPENDS = 3
 MOST_AT_ONCE = 9
 """Tokens of a further prompt, more than any window here has room for at some point."""
 
@@ -33,6 +32,10 @@ def lengths_near(edge: int, least: int = 0) -> st.SearchStrategy[int]:
     """Nothing, or so much that a few rounds cross the edge, or just have."""
     return st.just(least) | st.integers(max(least, edge - 2 * MAX_WIDTH), edge + 2 * MAX_WIDTH)
 
+
+def prefixes(most: int) -> st.SearchStrategy[int]:
+    """A count up to `most`, oftener one that cuts."""
+    return st.integers(0, most) | st.integers(1, most - 1) if most > 1 else st.integers(0, most)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -135,13 +138,15 @@ class CacheMachine(RuleBasedStateMachine):
     def open_and_fill(self, data: st.DataObject) -> None:
         """Begin a round and append a block in any split; now and then something is refused."""
         self.begin(data)
-        for _ in range(data.draw(st.integers(1, MOST_FORWARDS) | st.just(0))):
-            self.maybe_refuse(data)
-            if self.tx is None or len(self.block[0]) == self.tx.width:
-                return
-            self.forward(data)
-            self.holds_the_tokens()
-        self.maybe_refuse(data)
+        appends = data.draw(st.integers(1, MOST_APPENDS) | st.just(0))
+        refused_after = data.draw(st.integers(0, appends))
+        for done in range(appends + 1):
+            if done == refused_after:
+                self.maybe_refuse(data)
+            if self.tx is None or done == appends or len(self.block[0]) == self.tx.width:
+                break
+            self.append(data)
+        self.holds_the_tokens()
 
     def begin(self, data: st.DataObject) -> None:
         width = data.draw(st.integers(3, MAX_WIDTH) | st.integers(1, 2))
@@ -152,16 +157,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.block: list[list[int]] = [[] for _ in self.kept]
         self.outputs: list[mx.array] = []
 
-    def forward(self, data: st.DataObject) -> None:
-        """Part of the block, or all that is left of it."""
+    def append(self, data: st.DataObject) -> None:
+        """Part of the block, or all that is left of it: in one forward where that can be cut, else token by token."""
         room = self.tx.width - len(self.block[0])
-        most = room if self.subject.takes_blocks(self.drive) else 1
-        count = data.draw(st.just(most) | st.integers(1, most))
-        tokens = self.fresh(count)
+        count = data.draw(st.just(room) | st.integers(1, room))
+        evaluate = data.draw(st.booleans())
+        for tokens in [count] if self.subject.takes_blocks(self.drive) else [1] * count:
+            self._forward(self.fresh(tokens), evaluate)
+
+    def _forward(self, tokens: Rows, evaluate: bool) -> None:
         output = self.subject.read(self.tx.caches, tokens)
-        if data.draw(st.booleans()):
+        if evaluate:
             mx.eval(output, [arrays_of(cache) for cache in self.mine])
-        self.tx.mark(count)
+        self.tx.mark(len(tokens[0]))
         if output is not None:
             self.outputs.append(output)
         for row, new in zip(self.block, tokens, strict=True):
@@ -295,4 +303,4 @@ class UniformMachine(CacheMachine):
             self.read_plainly(self.fresh(length))
 
     def draw_counts(self, data: st.DataObject) -> list[int]:
-        return [data.draw(st.integers(0, len(self.block[0])))] * len(self.kept)
+        return [data.draw(prefixes(len(self.block[0])))] * len(self.kept)
