@@ -98,7 +98,7 @@ KINDS = {
         Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, stepwise=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
         Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True, pads=(2, 0, 1)),
-        # A batch ring read from a file lacks a field its next write needs, and mlx-lm reads only classes of its own file.
+        # A batch ring read from a file lacks a field that its next write needs.
         Kind(
             "batch_ring",
             lambda: BatchRotatingKVCache(RING, [2, 0]),
@@ -108,6 +108,7 @@ KINDS = {
             pads=(2, 0),
             can_save=False,
         ),
+        # mlx-lm reads from files only the classes of its own cache module.
         Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True, can_save=False),
     )
 }
