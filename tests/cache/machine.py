@@ -35,7 +35,8 @@ def lengths_near(edge: int, least: int = 0) -> st.SearchStrategy[int]:
 
 def prefixes(most: int) -> st.SearchStrategy[int]:
     """A count up to `most`, oftener one that cuts."""
-    return st.integers(0, most) | st.integers(1, most - 1) if most > 1 else st.integers(0, most)
+    anything = st.integers(0, most)
+    return anything | st.integers(1, most - 1) | st.just(most - 1) if most > 1 else anything
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -138,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
     def open_and_fill(self, data: st.DataObject) -> None:
         """Begin a round and append a block in any split; now and then something is refused."""
         self.begin(data)
-        appends = data.draw(st.integers(1, MOST_APPENDS) | st.just(0))
+        appends = data.draw(st.integers(2, MOST_APPENDS) | st.integers(0, MOST_APPENDS))
         refused_after = data.draw(st.integers(0, appends))
         for done in range(appends + 1):
             if done == refused_after:
@@ -149,7 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.holds_the_tokens()
 
     def begin(self, data: st.DataObject) -> None:
-        width = data.draw(st.integers(3, MAX_WIDTH) | st.integers(1, 2))
+        width = data.draw(st.integers(4, MAX_WIDTH) | st.integers(1, MAX_WIDTH))
         self.drive = data.draw(st.sampled_from(self.subject.drives))
         self.stock.follow(self.mine)
         self.tx = SpeculativeCacheTransaction(self.mine, width, drive=self.drive)
@@ -160,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, data: st.DataObject) -> None:
         """Part of the block, or all that is left of it: in one forward where that can be cut, else token by token."""
         room = self.tx.width - len(self.block[0])
-        count = data.draw(st.just(room) | st.integers(1, room))
+        count = data.draw(st.integers(1, min(2, room)) | st.integers(1, room) | st.just(room))
         evaluate = data.draw(st.booleans())
         for tokens in [count] if self.subject.takes_blocks(self.drive) else [1] * count:
             self._forward(self.fresh(tokens), evaluate)
