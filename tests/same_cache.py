@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -16,7 +17,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from tests.bits import bit_difference
+from tests.bits import bit_difference, same_bits
 
 VALID_ROWS: Mapping[type, Callable[[Any], int]] = {
     KVCache: lambda cache: cache.offset,
@@ -44,8 +45,19 @@ def assert_same_cache(got: Any, want: Any) -> None:
 
 
 def cache_difference(got: Any, want: Any) -> str | None:
-    """The first difference as a sentence, or None."""
-    return next(_Comparison().differences(got, want, "cache"), None)
+    """The first difference as a sentence, or None. What differs in kind, shape or number comes before what in bits."""
+    pairs: list[_Pair] = []
+    for found in _Comparison().differences(got, want, "cache"):
+        if isinstance(found, str):
+            return found
+        pairs.append(found)
+    same = [same_bits(pair.got, pair.want) for pair in pairs]
+    # Together: waiting for each on its own costs more than comparing it.
+    mx.eval(same)
+    for pair, equal in zip(pairs, same, strict=True):
+        if not np.array(equal):
+            return f"{pair.where}: {bit_difference(pair.got, pair.want)}"
+    return None
 
 
 def assert_same_row(batch: Any, row: int, want: Any) -> None:
@@ -56,6 +68,13 @@ def assert_same_row(batch: Any, row: int, want: Any) -> None:
     alone = _oldest_first(batch.extract(row))
     difference = cache_difference(alone, _oldest_first(want))
     assert difference is None, f"row {row}: {difference}"
+
+
+def assert_same_rows(batch: Sequence[Any], rows: Sequence[Sequence[Any]]) -> None:
+    """The same for every row of every layer: `batch` has one cache per layer, `rows` one such list per row."""
+    got = [[_oldest_first(cache.extract(row)) for cache in batch] for row in range(len(rows))]
+    difference = cache_difference(got, [[_oldest_first(cache) for cache in row] for row in rows])
+    assert difference is None, difference
 
 
 def _oldest_first(cache: Any) -> Any:
@@ -71,6 +90,14 @@ def _oldest_first(cache: Any) -> Any:
     return ordered
 
 
+class _Pair(NamedTuple):
+    """Two arrays of one dtype and shape whose bits are still to be compared."""
+
+    where: str
+    got: mx.array
+    want: mx.array
+
+
 class _Comparison:
     """One walk over two caches in step; remembers which objects were met, to see sharing between layers."""
 
@@ -80,14 +107,16 @@ class _Comparison:
         # An object taken out of a batch for the comparison must outlive it, or another gets its id.
         self._taken_out: list[Any] = []
 
-    def differences(self, got: Any, want: Any, where: str) -> Iterator[str]:
+    def differences(self, got: Any, want: Any, where: str) -> Iterator[str | _Pair]:
         if isinstance(got, list | tuple) and isinstance(want, list | tuple):
             yield from self._sequence(got, want, where)
         elif type(got) is not type(want):
             yield f"{where}: got a {type(got).__name__} ({got!r}), want a {type(want).__name__} ({want!r})"
         elif isinstance(want, mx.array):
-            if (difference := bit_difference(got, want)) is not None:
-                yield f"{where}: {difference}"
+            if (got.dtype, got.shape) == (want.dtype, want.shape):
+                yield _Pair(where, got, want)
+            else:
+                yield f"{where}: {bit_difference(got, want)}"
         elif isinstance(want, dict):
             yield from self._fields(got, want, where)
         elif hasattr(want, "__dict__"):
@@ -98,21 +127,21 @@ class _Comparison:
         elif not _same_scalar(got, want):
             yield f"{where}: got {got!r}, want {want!r}"
 
-    def _sequence(self, got: Any, want: Any, where: str) -> Iterator[str]:
+    def _sequence(self, got: Any, want: Any, where: str) -> Iterator[str | _Pair]:
         if len(got) != len(want):
             yield f"{where}: got {len(got)} entries, want {len(want)}"
             return
         for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
             yield from self.differences(mine, theirs, f"layer {i}" if where == "cache" else f"{where}[{i}]")
 
-    def _fields(self, got: Mapping[str, Any], want: Mapping[str, Any], where: str) -> Iterator[str]:
+    def _fields(self, got: Mapping[str, Any], want: Mapping[str, Any], where: str) -> Iterator[str | _Pair]:
         if got.keys() != want.keys():
             yield f"{where}: got fields {sorted(got)}, want {sorted(want)}"
             return
         for name in want:
             yield from self.differences(got[name], want[name], f"{where}.{name}")
 
-    def _shared(self, got: Any, want: Any, where: str) -> Iterator[str]:
+    def _shared(self, got: Any, want: Any, where: str) -> Iterator[str | _Pair]:
         same_partner = self.partner_of_got.setdefault(id(got), id(want)) == id(want)
         if not same_partner or self.partner_of_want.setdefault(id(want), id(got)) != id(got):
             yield f"{where}: the {type(want).__name__} is shared between layers on one side only"

@@ -163,18 +163,18 @@ def _qwen3() -> nn.Module:
     )
 
 
-def _gemma3() -> nn.Module:
+def gemma3(layers: int = 5, pattern: int = 3) -> nn.Module:
     return from_mlx_lm(
         "gemma3_text",
         hidden_size=40,
-        num_hidden_layers=5,
+        num_hidden_layers=layers,
         intermediate_size=72,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=12,
         query_pre_attn_scalar=12,
         sliding_window=WINDOW,
-        sliding_window_pattern=3,
+        sliding_window_pattern=pattern,
     )
 
 
@@ -203,11 +203,11 @@ def _qwen3_5() -> nn.Module:
     return arch.Model(arch.ModelArgs.from_dict(text))
 
 
-def _qwen3_next() -> nn.Module:
+def qwen3_next(layers: int = 4) -> nn.Module:
     return from_mlx_lm(
         "qwen3_next",
         hidden_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         intermediate_size=80,
         full_attention_interval=2,
         num_attention_heads=4,
@@ -270,7 +270,7 @@ def _mamba() -> nn.Module:
     )
 
 
-def _mamba2() -> nn.Module:
+def mamba2(layers: int = 3) -> nn.Module:
     return from_mlx_lm(
         "mamba2",
         num_heads=6,
@@ -278,7 +278,7 @@ def _mamba2() -> nn.Module:
         hidden_size=40,
         intermediate_size=72,
         state_size=14,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         layer_norm_epsilon=1e-5,
         conv_kernel=4,
         n_groups=2,
@@ -290,11 +290,11 @@ def _mamba2() -> nn.Module:
     )
 
 
-def _falcon_h1() -> nn.Module:
+def falcon_h1(layers: int = 3) -> nn.Module:
     return from_mlx_lm(
         "falcon_h1",
         hidden_size=44,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         intermediate_size=76,
         num_attention_heads=6,
         num_key_value_heads=2,
@@ -310,7 +310,7 @@ def _falcon_h1() -> nn.Module:
     )
 
 
-def _llama4() -> nn.Module:
+def llama4(layers: int = 4) -> nn.Module:
     text = {
         "model_type": "llama4_text",
         "vocab_size": VOCAB,
@@ -325,7 +325,7 @@ def _llama4() -> nn.Module:
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "num_experts_per_tok": 1,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_local_experts": 3,
         "rms_norm_eps": 1e-5,
         "rope_scaling": None,
@@ -340,15 +340,15 @@ _ALL = (
     Mix("dense", _llama, frozenset({"KVCache"})),
     Mix("dense_qk_norm", _qwen3, frozenset({"KVCache"}), seed=8),
     Mix("dense_4bit_weights", _aligned_llama, frozenset({"KVCache"}), weight_bits=4),
-    Mix("sliding", _gemma3, frozenset({"KVCache", "RotatingKVCache"})),
+    Mix("sliding", gemma3, frozenset({"KVCache", "RotatingKVCache"})),
     Mix("ring_with_keep", _qwen3, frozenset({"RotatingKVCache"}), {"max_kv_size": 15}),
     Mix("hybrid", _qwen3_5, frozenset({"KVCache", "ArraysCache"})),
-    Mix("hybrid_moe", _qwen3_next, frozenset({"KVCache", "ArraysCache"}), half=False),
+    Mix("hybrid_moe", qwen3_next, frozenset({"KVCache", "ArraysCache"}), half=False),
     Mix("mla_moe", _deepseek_v3, frozenset({"KVCache"}), seed=8, half=False),
     Mix("mamba", _mamba, frozenset({"ArraysCache"})),
-    Mix("mamba2", _mamba2, frozenset({"ArraysCache"})),
-    Mix("cache_list", _falcon_h1, frozenset({"CacheList"})),
-    Mix("chunked", _llama4, frozenset({"KVCache", "ChunkedKVCache"}), half=False),
+    Mix("mamba2", mamba2, frozenset({"ArraysCache"})),
+    Mix("cache_list", falcon_h1, frozenset({"CacheList"})),
+    Mix("chunked", llama4, frozenset({"KVCache", "ChunkedKVCache"}), half=False),
     Mix(
         "quantized_from_0",
         _wide_llama,

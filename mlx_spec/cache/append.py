@@ -103,7 +103,18 @@ class AppendJournal(Journal):
 
 
 class ConcatenateJournal(AppendJournal):
-    """A cache without spare capacity: its arrays end with its last token, so rows past the length are cut off."""
+    """A cache without spare capacity: its arrays end with its last token, so rows past the length are cut off.
+
+    After a trim its arrays are longer than its offset says, and the next write appends to the arrays.
+    """
+
+    def __init__(self, cache: Any, width: int) -> None:
+        super().__init__(cache, width)
+        self._offset = cache.offset
+
+    @property
+    def length(self) -> int:
+        return 0 if self._cache.keys is None else int(self._cache.keys.shape[2])
 
     def shown(self, read: Callable[[], Any]) -> Any:
         keys, values = read()
@@ -114,15 +125,15 @@ class ConcatenateJournal(AppendJournal):
 
     def plan(self, retained: Sequence[int]) -> Apply:
         apply = super().plan(retained)
-        return apply if apply is kept_whole else lambda: self._cut(self._base + retained[0])
+        return apply if apply is kept_whole else lambda: self._cut(retained[0])
 
     def restore(self) -> None:
         if self._appended:
-            self._cut(self._base)
+            self._cut(0)
 
-    def _cut(self, length: int) -> None:
-        cache = self._cache
-        cache.offset = length
+    def _cut(self, count: int) -> None:
+        cache, length = self._cache, self._base + count
+        cache.offset = length if count else self._offset
         cache.keys, cache.values = (
             (cache.keys[..., :length, :], cache.values[..., :length, :]) if length else (None, None)
         )

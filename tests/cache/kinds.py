@@ -102,8 +102,9 @@ KINDS = {
         Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, by_length=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
         Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True, pads=(2, 0, 1)),
-        # A batch ring read from a file lacks a field its next write needs; and mlx-lm reads its own classes only.
+        # A batch ring read from a file lacks a field that its next write needs.
         Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, pads=(2, 0), can_save=False),
+        # mlx-lm reads from files only the classes of its own cache module.
         Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True, can_save=False),
     )
 }

@@ -21,7 +21,7 @@ from tests.oracle import independent_copy
 from tests.same_cache import assert_same_cache
 
 MAX_WIDTH = 7
-MOST_FORWARDS = 3
+MOST_APPENDS = 3
 MOST_AT_ONCE = 9
 """Tokens of a further prompt, more than any window here has room for at some point."""
 
@@ -31,6 +31,12 @@ Happening = Callable[[st.DataObject], None]
 def lengths_near(edge: int, least: int = 0) -> st.SearchStrategy[int]:
     """Nothing, or so much that a few rounds cross the edge, or just have."""
     return st.just(least) | st.integers(max(least, edge - 2 * MAX_WIDTH), edge + 2 * MAX_WIDTH)
+
+
+def prefixes(most: int) -> st.SearchStrategy[int]:
+    """A count up to `most`, oftener one that cuts."""
+    anything = st.integers(0, most)
+    return anything | st.integers(1, most - 1) | st.just(most - 1) if most > 1 else anything
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -133,16 +139,18 @@ class CacheMachine(RuleBasedStateMachine):
     def open_and_fill(self, data: st.DataObject) -> None:
         """Begin a round and append a block in any split; now and then something is refused."""
         self.begin(data)
-        for _ in range(data.draw(st.integers(1, MOST_FORWARDS) | st.just(0))):
-            self.maybe_refuse(data)
-            if self.tx is None or len(self.block[0]) == self.tx.width:
-                return
-            self.forward(data)
-            self.holds_the_tokens()
-        self.maybe_refuse(data)
+        appends = data.draw(st.integers(2, MOST_APPENDS) | st.integers(0, MOST_APPENDS))
+        refused_after = data.draw(st.integers(0, appends))
+        for done in range(appends + 1):
+            if done == refused_after:
+                self.maybe_refuse(data)
+            if self.tx is None or done == appends or len(self.block[0]) == self.tx.width:
+                break
+            self.append(data)
+        self.holds_the_tokens()
 
     def begin(self, data: st.DataObject) -> None:
-        width = data.draw(st.integers(3, MAX_WIDTH) | st.integers(1, 2))
+        width = data.draw(st.integers(4, MAX_WIDTH) | st.integers(1, MAX_WIDTH))
         self.drive = data.draw(st.sampled_from(self.subject.drives))
         self.stock.follow(self.mine)
         self.tx = SpeculativeCacheTransaction(self.mine, width, drive=self.drive)
@@ -150,16 +158,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.block: list[list[int]] = [[] for _ in self.kept]
         self.outputs: list[mx.array] = []
 
-    def forward(self, data: st.DataObject) -> None:
-        """Part of the block, or all that is left of it."""
+    def append(self, data: st.DataObject) -> None:
+        """Part of the block, or all that is left of it: in one forward where that can be cut, else token by token."""
         room = self.tx.width - len(self.block[0])
-        most = room if self.subject.takes_blocks(self.drive) else 1
-        count = data.draw(st.just(most) | st.integers(1, most))
-        tokens = self.fresh(count)
+        count = data.draw(st.integers(1, min(2, room)) | st.integers(1, room) | st.just(room))
+        evaluate = data.draw(st.booleans())
+        for tokens in [count] if self.subject.takes_blocks(self.drive) else [1] * count:
+            self._forward(self.fresh(tokens), evaluate)
+
+    def _forward(self, tokens: Rows, evaluate: bool) -> None:
         output = self.subject.read(self.tx.caches, tokens)
-        if data.draw(st.booleans()):
+        if evaluate:
             mx.eval(output, [arrays_of(cache) for cache in self.mine])
-        self.tx.mark(count)
+        self.tx.mark(len(tokens[0]))
         if output is not None:
             self.outputs.append(output)
         for row, new in zip(self.block, tokens, strict=True):
@@ -293,4 +304,4 @@ class UniformMachine(CacheMachine):
             self.read_plainly(self.fresh(length))
 
     def draw_counts(self, data: st.DataObject) -> list[int]:
-        return [data.draw(st.integers(0, len(self.block[0])))] * len(self.kept)
+        return [data.draw(prefixes(len(self.block[0])))] * len(self.kept)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from mlx_spec.cache.base import Drive
-from tests.cache.machine import MOST_AT_ONCE, CacheMachine, Happening, lengths_near
+from tests.cache.machine import MOST_AT_ONCE, CacheMachine, Happening, lengths_near, prefixes
 from tests.cache.stock import RowsAlone, RowsOfAStockBatch, RowStock
 from tests.cache.subjects import Subject
-from tests.oracle import independent_copy
 
 MOST_ROWS = 4
 PADS = (2, 0, 1)
@@ -49,8 +48,7 @@ class Batch:
 
 def merged(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """One batch of several rows' caches, which stay as they are."""
-    copies = [independent_copy(list(row)) for row in rows]
-    return [type(layer[0]).merge(list(layer)) for layer in zip(*copies, strict=True)]
+    return [type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)]
 
 
 class RaggedMachine(CacheMachine):
@@ -96,8 +94,8 @@ class RaggedMachine(CacheMachine):
         most = len(self.block[0])
         if self.drive is Drive.WHOLE and not self.subject.refuses_first(self.drive):
             # Stepped through without its mixers, a cache that has no length is kept alike for all rows.
-            return [data.draw(st.integers(0, most))] * len(self.kept)
-        return [data.draw(st.integers(0, most)) for _ in self.kept]
+            return [data.draw(prefixes(most))] * len(self.kept)
+        return [data.draw(prefixes(most)) for _ in self.kept]
 
     # What mlx-lm does to batches
 

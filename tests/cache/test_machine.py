@@ -12,7 +12,7 @@ from tests.cache.machine import Refusals, UniformMachine
 from tests.cache.machine_runs import run
 from tests.cache.subjects import StandIn
 
-STEPS = 6
+STEPS = 5
 
 
 class KindMachine(Refusals, Copied, Trimmed, Saved, UniformMachine):

@@ -14,7 +14,7 @@ from tests.cache.machine import Refusals, UniformMachine
 from tests.cache.machine_runs import run
 from tests.cache.ragged import Batch, RaggedMachine
 from tests.cache.subjects import TinyModel
-from tests.tiny import CHUNK, MIXES, WINDOW, _from_mlx_lm, randomise
+from tests.tiny import CHUNK, MIXES, WINDOW, falcon_h1, from_mlx_lm, gemma3, llama4, mamba2, qwen3_next, randomise
 
 STEPS = 4
 SHORT = 5
@@ -23,60 +23,56 @@ SHORT = 5
 KEEPING_WINDOW = 15
 
 
-@functools.cache
 def _short_convolution() -> nn.Module:
-    """Its state is nothing but the convolution window."""
-    return randomise(
-        lambda: _from_mlx_lm(
-            "lfm2",
-            hidden_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            norm_eps=1e-5,
-            conv_bias=True,
-            conv_L_cache=4,
-            block_dim=48,
-            block_ff_dim=74,
-            block_multiple_of=2,
-            block_ffn_dim_multiplier=1.0,
-            block_auto_adjust_ff_dim=False,
-            layer_types=["conv", "full_attention", "conv"],
-        ),
-        seed=3,
+    """A state that is nothing but the convolution window."""
+    return from_mlx_lm(
+        "lfm2",
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        norm_eps=1e-5,
+        conv_bias=True,
+        conv_L_cache=4,
+        block_dim=48,
+        block_ff_dim=74,
+        block_multiple_of=2,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"],
     )
 
 
-def _mix(name: str, edge: int, exact_blocks: bool = True) -> TinyModel:
+def _mix(name: str, edge: int) -> TinyModel:
     mix = MIXES[name]
-    return TinyModel(name, mix.model, mix.new_cache, edge, exact_blocks)
+    return TinyModel(name, mix.model, mix.new_cache, edge, exact_blocks=True)
+
+
+def _small(name: str, build: Callable[[], nn.Module], edge: int, exact_blocks: bool = True) -> TinyModel:
+    """One layer of each kind is enough here: what passes from layer to layer is tried elsewhere."""
+    model = functools.cache(lambda: randomise(build, seed=3))
+    return TinyModel(name, model, lambda: make_prompt_cache(model()), edge, exact_blocks)
 
 
 MODELS = {
     model.name: model
     for model in (
         _mix("dense_qk_norm", SHORT),
-        _mix("sliding", WINDOW),
         _mix("ring_with_keep", KEEPING_WINDOW),
-        _mix("hybrid_moe", SHORT),
-        _mix("mamba2", SHORT, exact_blocks=False),
-        TinyModel(
-            "short_convolution",
-            _short_convolution,
-            lambda: make_prompt_cache(_short_convolution()),
-            SHORT,
-            exact_blocks=True,
-        ),
-        _mix("chunked", CHUNK),
-        _mix("cache_list", SHORT, exact_blocks=False),
         _mix("quantized_from_20", SHORT),
+        _small("sliding", lambda: gemma3(layers=2, pattern=2), WINDOW),
+        _small("gated_delta", lambda: qwen3_next(layers=2), SHORT),
+        _small("mamba2", lambda: mamba2(layers=2), SHORT, exact_blocks=False),
+        _small("short_convolution", _short_convolution, SHORT),
+        _small("chunked", llama4, CHUNK),
+        _small("cache_list", lambda: falcon_h1(layers=2), SHORT, exact_blocks=False),
     )
 }
 
 BATCHES = {
     name: Batch(MODELS[name], rows_agree=name != "sliding", pads_right=name != "sliding")
-    for name in ("dense_qk_norm", "sliding", "hybrid_moe", "mamba2", "short_convolution", "cache_list")
+    for name in ("dense_qk_norm", "sliding", "gated_delta", "mamba2", "short_convolution", "cache_list")
 }
 
 

@@ -22,7 +22,7 @@ from tests.cache.machine_runs import run
 from tests.cache.ragged import Batch, RaggedMachine, RightPadded
 from tests.cache.subjects import StandIn
 
-STEPS = 6
+STEPS = 5
 
 
 def _batch(name: str, alone: Callable[[], Any], padded: Callable[[list[int]], Any], edge: int, **how: bool) -> Batch:

@@ -332,12 +332,12 @@ def test_a_closed_round_refuses_everything_but_abort(end: Callable[[SpeculativeC
     assert cache.offset == held
 
 
-@BY_LENGTH
+@EVERY_KIND
 def test_a_leaf_of_a_closed_round_cannot_be_written(kind: Kind) -> None:
     cache = kind.make()
     tx = SpeculativeCacheTransaction([cache], WIDTH)
     leaf = tx.caches[0]
-    append(leaf, BLOCK[:2], kind.batch)
+    write(tx, BLOCK[:2], kind)
     tx.commit(2)
     want = independent_copy(cache)
     with pytest.raises(TransactionError):

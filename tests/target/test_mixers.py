@@ -83,6 +83,24 @@ def test_keeping_part_of_a_block_leaves_the_caches_of_single_steps(name: str, ke
     assert_same_cache(mine, want)
 
 
+@pytest.mark.parametrize("name", ["sliding", "hybrid", "mamba2", "cache_list", "chunked"])
+@pytest.mark.parametrize("split", [(2, 3), (1, 4), (3, 1, 1)], ids=str)
+def test_a_block_read_in_several_forwards_can_be_cut_inside_each_of_them(name: str, split: tuple[int, ...]) -> None:
+    mix = MIXES[name]
+    model, warm = mix.model(), mix.oracle(20).cache_after(12)
+    mixers.attach(model)
+    for kept in range(len(BLOCK) + 1):
+        mine, want = independent_copy(warm), independent_copy(warm)
+        with SpeculativeCacheTransaction(mine, len(BLOCK), drive=Drive.POSITIONS) as tx:
+            for count in split:
+                model(mx.array([BLOCK[tx.position : tx.position + count]]), cache=tx.caches)
+                tx.mark(count)
+            tx.commit(kept)
+        for token in BLOCK[:kept]:
+            mx.eval(model(mx.array([[token]]), cache=want))
+        assert_same_cache(mine, want)
+
+
 def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = MIXES["sliding"]
     model, run = mix.model(), mix.oracle(30)
