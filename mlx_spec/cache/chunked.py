@@ -60,6 +60,10 @@ class ChunkedJournal(AppendJournal):
     def restore(self) -> None:
         self._go_to(0)
 
+    def close(self) -> None:
+        super().close()
+        self._front, self._uncut = (), None
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (*self._front, *(self._uncut or ())))

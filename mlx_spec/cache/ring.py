@@ -190,7 +190,7 @@ class RingJournal(Journal):
     def close(self) -> None:
         super().close()
         self._copies, self._uncut, self._whole = (), None, None
-        self._written = []
+        self._written, self._views = [], {}
 
     @property
     def nbytes(self) -> int:

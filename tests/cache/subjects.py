@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_spec.cache.base import Drive
 from mlx_spec.target import mixers
@@ -89,7 +90,9 @@ class StandIn(Subject):
         return self._kind.by_length
 
     def refuses_first(self, drive: Drive) -> bool:
-        return self._kind.by_length or not (self._kind.stepwise or drive is Drive.WHOLE)
+        # A layer over a chunk cuts its front before it writes.
+        cuts = isinstance(self._kind.make(), ChunkedKVCache)
+        return not cuts and (self._kind.by_length or not (self._kind.stepwise or drive is Drive.WHOLE))
 
     def token(self, number: int, row: int) -> int:
         # Below 4096: more than that and the stand-in's entries are no longer exact in float32.

