@@ -1,0 +1,134 @@
+"""With the double on, exact decoding still hands out what the one-token loop does, and a block is still one forward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_spec.target.routes import STEP_THROUGH
+from tests.double import PATTERNS, double
+from tests.zoo.menagerie import Specimen, whole_zoo
+from tests.zoo.trial import Subject, pattern_named
+
+WIDTHS = (2, 3, 5, 8, 16)
+FORMATS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+FORMATS += [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+SOON = [FORMATS[index] for index in (2, 3, 7, 11, 12, 16, 18, 19, 20)]
+"""Every number of bits and every mode once, every group size."""
+
+DENSE = {
+    "vocab_size": 101,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**DENSE, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma": {
+        **DENSE,
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 12,
+        "sliding_window_pattern": 3,
+    },
+    "hybrid": {
+        **DENSE,
+        "model_type": "qwen3_5_text",
+        "full_attention_interval": 3,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
+}
+
+
+def check(specimen: Specimen, chip: str, widths: tuple[int, ...], dtype: str = "float32", tokens: int = 20) -> set[str]:
+    """Compare ids, log-probabilities and caches with the stock loop; returns the routes taken."""
+    taken = set()
+    with double(PATTERNS[chip]):
+        subject = Subject(specimen, dtype, tokens)
+        for index, width in enumerate(widths):
+            statistics, difference = subject.speculate(index % 2, width, pattern_named("cycling", width), tokens)
+            assert difference is None, f"width {width}: {difference}"
+            taken.add(statistics.verify_route)
+    return taken
+
+
+@dataclass(frozen=True)
+class Quantized(Specimen):
+    """One whose weights are rounded from random ones: not every pattern of bits is a number in every format."""
+
+    mode: str = "affine"
+    bits: int = 4
+    group: int = 32
+
+    def build(self, dtype: str) -> nn.Module:
+        model = super().build(dtype)
+        nn.quantize(model, group_size=self.group, bits=self.bits, mode=self.mode, class_predicate=self._fits)
+        mx.eval(model.parameters())
+        return model
+
+    def _fits(self, path: str, part: Any) -> bool:
+        del path
+        return hasattr(part, "to_quantized") and part.weight.shape[-1] % self.group == 0
+
+
+def quantized(model: str, mode: str, bits: int, group: int) -> Specimen:
+    return Quantized(f"{model} {mode} {bits} {group}", MODELS[model], mode=mode, bits=bits, group=group)
+
+
+@pytest.mark.parametrize("scheme", SOON, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int, int]) -> None:
+    chips = itertools.cycle(PATTERNS)
+    chip = next(itertools.islice(chips, SOON.index(scheme), None))
+    taken = check(quantized(model, *scheme), chip, (5,))
+    assert STEP_THROUGH.name not in "".join(taken)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("chip", PATTERNS)
+@pytest.mark.parametrize("scheme", FORMATS, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_format_stays_exact_on_every_chip(model: str, scheme: tuple[str, int, int], chip: str) -> None:
+    check(quantized(model, *scheme), chip, tuple(range(2, 17)))
+
+
+@pytest.mark.parametrize("chip", PATTERNS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_float_weights_stay_exact_at_every_width(model: str, dtype: str, chip: str) -> None:
+    taken = check(Specimen(model, MODELS[model]), chip, WIDTHS, dtype)
+    assert STEP_THROUGH.name not in "".join(taken)
+    assert any("batch axis" in route for route in taken)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3, dense", "gemma4_text", "qwen3_moe", "mamba2", "olmo", "gpt_oss"])
+def test_models_with_forks_of_their_own_stay_exact(name: str) -> None:
+    specimen = next(specimen for specimen in whole_zoo() if specimen.name == name)
+    taken = check(specimen, "gen15", (3, 8))
+    assert STEP_THROUGH.name not in "".join(taken)
+
+
+def test_nothing_of_the_double_is_left_behind() -> None:
+    specimen = Specimen("llama", MODELS["llama"])
+    check(specimen, "gen15", (3,))
+    assert mx.default_device() == mx.Device(mx.cpu)
+    subject = Subject(specimen, "float32", 12)
+    statistics, difference = subject.speculate(0, 3, pattern_named("full"), 12)
+    assert (statistics.verify_route, difference) == ("block", None)
