@@ -31,11 +31,13 @@ def find_subjects(model: Any) -> dict[int, Subject]:
     try:
         several = _calls(model, _TRACED_TOKENS)
     except (ValueError, TypeError, IndexError):
-        # A model that reads one token at a time never sees more rows in an op.
-        return {}
+        # A model that reads one token at a time shows no axis: rows are taken to lie where they mostly do.
+        several = {}
     subjects = {}
     for key, (op, args, stock) in single.items():
-        axis = _axis(args, several[key][1]) if key in several else None
+        axis = _axis(args, several[key].args) if key in several else None
+        if not several:
+            axis = 1 if args[0].ndim >= 3 else 0
         if axis is not None:
             subjects[key] = _subject(op, args, stock, axis)
     return subjects
