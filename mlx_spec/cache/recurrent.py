@@ -34,8 +34,8 @@ class RecurrentJournal(StepwiseJournal):
         self._taped_bytes += nbytes
 
     def before_position(self, position: int) -> None:
-        if position and not self._tapes:
-            self._take(position)
+        if not self._tapes:
+            super().before_position(position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         if len(set(retained)) > 1:

@@ -114,6 +114,7 @@ class StepwiseJournal(Journal):
 
     Attributes:
         _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
+        _fed: tokens of the forwards that are complete. The positions of a mixer count from there.
     """
 
     wants_positions = True
@@ -122,10 +123,12 @@ class StepwiseJournal(Journal):
         super().__init__(cache, width)
         self._steps = {0: Snapshot(cache)}
         self._position = 0
+        self._fed = 0
         self._marked: list[Any] = []
 
     def mark(self, position: int) -> None:
         self._take(position)
+        self._fed = position
         self._marked = fingerprint(self._cache)
 
     def _take(self, position: int) -> None:
@@ -136,7 +139,7 @@ class StepwiseJournal(Journal):
 
     def before_position(self, position: int) -> None:
         if position:
-            self._take(position)
+            self._take(self._fed + position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")

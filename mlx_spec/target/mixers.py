@@ -82,8 +82,9 @@ class Mix:
         if not journals or self.width < 2 or self.width > journals[0].width:
             return self._call(*self._args, **self._keywords)
         positions = any(journal.by_position for journal in journals)
-        if len(journals) == 1 and self._inputs is not None:
+        if len(journals) == 1 and self._inputs is not None and self.width == journals[0].width:
             # A mixer with several caches cannot be run again for one of them: that one keeps a handle per position.
+            # Nor can a part of the round be run again for the whole of it.
             journals[0].tape(partial(self._replay, positions), self._inputs.nbytes)
         return self._positions(self.width) if positions else self._call(*self._args, **self._keywords)
 
