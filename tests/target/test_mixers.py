@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import mlx.core as mx
@@ -143,3 +144,34 @@ def test_a_prompt_chunk_is_read_as_mlx_lm_reads_it(monkeypatch: pytest.MonkeyPat
     list(stock_generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=stock, prefill_step_size=16))
     assert_same_cache(caches, stock)
     assert positions == []
+
+
+@pytest.mark.parametrize("split", [(2, 3), (1, 4), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["hybrid", "mamba", "chunked", "sliding"])
+def test_a_block_fed_in_several_forwards_is_kept_where_one_of_them_ended(name: str, split: tuple[int, ...]) -> None:
+    """Against rounds of those forwards alone."""
+    mix, block = MIXES[name], [[5, 6, 7, 8, 9]]
+    model = mix.model()
+    mixers.attach(model)
+    for forwards in range(len(split) + 1):
+        kept = sum(split[:forwards])
+        got, want = mix.new_cache(), mix.new_cache()
+        for caches in (got, want):
+            mx.eval(model(mx.array([PROMPT * 2]), cache=caches))
+        with SpeculativeCacheTransaction(got, sum(split)) as tx:
+            feed_in_parts(model, tx, block, split)
+            tx.commit(kept)
+        for start, count in zip(itertools.accumulate((0, *split)), split[:forwards], strict=False):
+            with SpeculativeCacheTransaction(want, count) as tx:
+                feed_in_parts(model, tx, [block[0][start:]], (count,))
+                tx.commit(count)
+        assert_same_cache(got, want)
+
+
+def feed_in_parts(model: Any, tx: SpeculativeCacheTransaction, block: list[list[int]], split: tuple[int, ...]) -> None:
+    """One forward for each number of tokens, each marked."""
+    done = 0
+    for count in split:
+        mx.eval(model(mx.array([block[0][done : done + count]]), cache=tx.caches))
+        tx.mark(count)
+        done += count
