@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from mlx_spec.cache.adopt import Likeness, needs_mixers, new_caches, tokens_held
@@ -20,7 +21,7 @@ from mlx_spec.errors import MlxSpecError
 from mlx_spec.ops.choose import Subject, choose, distinct, relative_cost
 from mlx_spec.pairing import load_without_tokenizer
 from mlx_spec.stats import Statistics
-from mlx_spec.target import mixers, routes
+from mlx_spec.target import bindings, mixers, routes
 from mlx_spec.target.lengths import block_limit
 from mlx_spec.target.model import Target
 from mlx_spec.target.routes import BLOCK, STEP_THROUGH, Plan, Route, plan_of
@@ -117,11 +118,11 @@ class Certificate:
         return known
 
     def route(self, width: int, drive: Drive) -> Route:
-        """What `holds` speaks of. Its plan's modules are attached."""
+        """What `holds` speaks of. Its plan's modules are attached; bindings and mixers are the caller's to attach."""
         model = self._alive()
-        plan = self._ops.plan(model, width)
+        plan = replace(self._ops.plan(model, width), attention_by_position=drive is Drive.QUERIES)
         routes.attach(model, plan)
-        return Route(drive, plan if plan.routed else None)
+        return Route(drive, plan or None)
 
     def _probe(self, width: int, drive: Drive) -> bool:
         model = self._alive()
@@ -226,8 +227,17 @@ class CertifiedRoutes:
         """The cheapest route found equal, or None. Beyond the model's block limit a whole block is not looked at."""
         if not beyond and certificate.holds(width, Drive.BLOCK):
             return certificate.route(width, Drive.BLOCK)
+        if not beyond and self._binds_attention() and certificate.holds(width, Drive.QUERIES):
+            return certificate.route(width, Drive.QUERIES)
         mixers.attach(self._target.model)
         return certificate.route(width, Drive.POSITIONS) if certificate.holds(width, Drive.POSITIONS) else None
+
+    def _binds_attention(self) -> bool:
+        """Bind the model's attention; whether all of it that can be reached is bound."""
+        bound = bindings.attach(self._target.model)
+        for sentence in bound.refused:
+            self._statistics.note(sentence)
+        return bool(bound.names) and not bound.refused
 
     def demote(self, width: int, caches: Sequence[Any], error: Exception) -> None:
         """A route failed where the probe had not looked: step through from here on."""

@@ -100,7 +100,7 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
     masks: dict[int, AskedMask] = {}
     for journal in journals.values():
         journal.masks = masks
-        journal.by_position = drive is Drive.POSITIONS or (drive is Drive.BLOCK and journal.wants_positions)
+        journal.by_position = drive is Drive.POSITIONS or (drive is not Drive.WHOLE and journal.wants_positions)
     made = {key: journal.make_leaf() for key, journal in journals.items()}
     return [_handed(cache, made) for cache in caches], list(journals.values())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, per_row, uniform
+from mlx_spec.cache.base import Apply, AskedMask, Journal, changed_outside, kept_whole, per_row, uniform
 from mlx_spec.errors import TransactionError
 
 
@@ -56,14 +57,28 @@ class AppendJournal(Journal):
 
     def shown(self, read: Callable[[], Any]) -> Any:
         """What the cache shows a mixer that goes by position: nothing that stands behind its position."""
-        length = self.length
         if self.looking_at is None:
             return read()
-        setattr(self._cache, self.counter, min(length, self._base + self._marked + self.looking_at + 1))
-        try:
+        with self._counting(min(self.length, self._base + self._marked + self.looking_at + 1)):
             return read()
+
+    def mask_alone(self, asked: AskedMask, position: int) -> Any:
+        """The mask the cache gives for one token when it stands right before this position of the forward."""
+        if position not in asked.rows:
+            start = getattr(self._cache, self.counter) - self._appended
+            with self._counting(start + self._marked + position):
+                asked.rows[position] = self.leaf.make_mask(1, *asked.args, **asked.keywords)
+        return asked.rows[position]
+
+    @contextmanager
+    def _counting(self, rows: int) -> Iterator[None]:
+        """Let the cache say that so many rows are in use."""
+        before = getattr(self._cache, self.counter)
+        setattr(self._cache, self.counter, rows)
+        try:
+            yield
         finally:
-            setattr(self._cache, self.counter, length)
+            setattr(self._cache, self.counter, before)
 
     def mark(self, position: int) -> None:
         self._marked = position

@@ -19,11 +19,13 @@ class Drive(enum.Enum):
 
     WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
     BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
+    QUERIES: as BLOCK for the caches; the mixers that take the block whole attend with one query at a time.
     POSITIONS: every mixer goes position by position, as in one-token decode.
     """
 
     WHOLE = "whole"
     BLOCK = "block"
+    QUERIES = "attention by position"
     POSITIONS = "positions"
 
 

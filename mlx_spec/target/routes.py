@@ -38,10 +38,16 @@ class Plan:
     Attributes:
         width: tokens; a call over any other number of rows is left to the stock op.
         routed: id of a module -> its route, for those that do not take the stock one.
+        attention_by_position: attention is computed for one query at a time, over the keys that stand up to it.
     """
 
     width: int
     routed: Mapping[int, Routed] = field(default_factory=dict)
+    attention_by_position: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether anything is done otherwise than stock does it."""
+        return self.attention_by_position or bool(self.routed)
 
     @property
     def name(self) -> str:
@@ -72,7 +78,12 @@ class Route:
         return ", ".join(part for part in (_DRIVES[self.drive], ops) if part)
 
 
-_DRIVES = {Drive.WHOLE: "block", Drive.BLOCK: "block", Drive.POSITIONS: "block, mixers by position"}
+_DRIVES = {
+    Drive.WHOLE: "block",
+    Drive.BLOCK: "block",
+    Drive.QUERIES: "block, attention by position",
+    Drive.POSITIONS: "block, mixers by position",
+}
 
 BLOCK = Route()
 POSITIONS = Route(Drive.POSITIONS)
@@ -89,8 +100,8 @@ def plan_in_force() -> Plan | None:
 
 @contextmanager
 def verifying(plan: Plan | None) -> Iterator[None]:
-    """Let a model's ops take the routes of a plan over one forward."""
-    token = _plan.set(plan if plan is not None and plan.routed else None)
+    """Let a model's ops and its attention take the routes of a plan over one forward."""
+    token = _plan.set(plan or None)
     try:
         yield
     finally:
