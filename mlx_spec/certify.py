@@ -11,13 +11,15 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mlx_spec.cache.adopt import Likeness, needs_mixers, new_caches, tokens_held
 from mlx_spec.cache.base import Drive
 from mlx_spec.demo import demo_target_path
 from mlx_spec.environment import certificate_folder
 from mlx_spec.errors import MlxSpecError
+from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
+from mlx_spec.ops.base import STOCK
 from mlx_spec.ops.choose import Subject, choose, distinct, relative_cost
 from mlx_spec.pairing import load_without_tokenizer
 from mlx_spec.stats import Statistics
@@ -64,6 +66,16 @@ class OpTable:
             self.verdicts.add_op(subject.key, width, known)
         return known
 
+    def attends_equally(self, call: AttentionCall, stretch: KeyStretch) -> bool:
+        """Whether stock attention of a block over so many keys equals that of single queries."""
+        key = f"{call} over {stretch}"
+        known = self.verdicts.op(key, call.width)
+        if known is None:
+            known = STOCK if call.equal_over(stretch) else BY_POSITION
+            self.verdicts.add_op(key, call.width, known)
+            self.verdicts.save()
+        return known == STOCK
+
     def subjects(self, model: Any) -> dict[int, Subject]:
         """Every op as the model calls it: id of its module -> subject."""
         if self._subjects is None:
@@ -88,6 +100,7 @@ class Certificate:
         self.failure: str | None = None
         self._verdicts: dict[tuple[int, Drive], bool] = {}
         self._read: dict[Probe, list[Any]] = {}
+        self._attention: dict[int, list[AttentionCall]] = {}
         self._trials: dict[tuple[Probe, int | None], Trial] = {}
         self._ops = ops or OpTable(Verdicts(facts_of(model), None))
         self._lock = threading.Lock()
@@ -116,6 +129,15 @@ class Certificate:
                 verdicts.add_block(situation, width, drive.value, known)
                 verdicts.save()
         return known
+
+    def holds_over(self, width: int, stretch: KeyStretch) -> bool:
+        """Whether that is so as well with as many keys as the probes do not have, as far as attention is bound."""
+        with self._lock:
+            if width not in self._attention:
+                model = self._alive()
+                trial = self._trial(model, PROBES[0], None)
+                self._attention[width] = trial.attention(model, width, self.route(width, Drive.BLOCK))
+            return all(self._ops.attends_equally(call, stretch) for call in self._attention[width])
 
     def route(self, width: int, drive: Drive) -> Route:
         """What `holds` speaks of. Its plan's modules are attached; bindings and mixers are the caller's to attach."""
@@ -171,6 +193,20 @@ def certificate_for(model: Any, situation: Situation) -> Certificate:
         return _certificates[key]
 
 
+class Place(NamedTuple):
+    """All of a verify call that decides about its route.
+
+    Attributes:
+        keys: how many of them there are; None in a short text.
+        beyond: it ends beyond the length up to which the model takes blocks.
+    """
+
+    width: int
+    situation: Situation
+    keys: KeyStretch | None
+    beyond: bool
+
+
 class CertifiedRoutes:
     """The routes one request may take. Says in its statistics why a block is not taken.
 
@@ -181,7 +217,7 @@ class CertifiedRoutes:
     def __init__(self, target: Target, verify: Verify, statistics: Statistics) -> None:
         self._target = target
         self._statistics = statistics
-        self._verdicts: dict[tuple[int, Situation, bool], Route] = {}
+        self._verdicts: dict[Place, Route] = {}
         self._likenesses: dict[tuple[type[Any], ...], Likeness] = {}
         self._limit = block_limit(target.model)
         self.verify = verify
@@ -195,13 +231,14 @@ class CertifiedRoutes:
             self._verdicts[key] = self._decide(width, caches)
         return self._verdicts[key]
 
-    def _key(self, width: int, caches: Sequence[Any]) -> tuple[int, Situation, bool]:
+    def _key(self, width: int, caches: Sequence[Any]) -> Place:
         # Within a run caches change their kind only by becoming another class.
         kinds = tuple(map(type, caches))
         if kinds not in self._likenesses:
             self._likenesses[kinds] = Likeness(caches)
         end = tokens_held(caches) + width
-        return width, Situation.at(self._likenesses[kinds], end), self._limit is not None and end > self._limit
+        beyond = self._limit is not None and end > self._limit
+        return Place(width, Situation.at(self._likenesses[kinds], end), KeyStretch.at(end, width), beyond)
 
     def _decide(self, width: int, caches: Sequence[Any]) -> Route:
         if needs_mixers(caches):
@@ -209,13 +246,13 @@ class CertifiedRoutes:
         if self.verify == "fast":
             self._statistics.note("verify=fast: the text may differ from plain decoding where two tokens nearly tie")
             return BLOCK
-        _, situation, beyond = self._key(width, caches)
-        if situation.caches.strangers:
-            names = ", ".join(situation.caches.strangers)
+        place = self._key(width, caches)
+        if place.situation.caches.strangers:
+            names = ", ".join(place.situation.caches.strangers)
             return self._step_through(f"{names} is none of the caches that are known to keep a part of a block")
         started = time.perf_counter()
-        certificate = certificate_for(self._target.model, situation)
-        route = self._certified(certificate, width, beyond)
+        certificate = certificate_for(self._target.model, place.situation)
+        route = self._certified(certificate, place)
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
         if route is not None:
             return route
@@ -223,21 +260,33 @@ class CertifiedRoutes:
             return self._step_through(f"the model does not take a block ({certificate.failure})")
         return self._step_through("on this machine a block rounds differently from one-token decode")
 
-    def _certified(self, certificate: Certificate, width: int, beyond: bool) -> Route | None:
+    def _certified(self, certificate: Certificate, place: Place) -> Route | None:
         """The cheapest route found equal, or None. Beyond the model's block limit a whole block is not looked at."""
-        if not beyond and certificate.holds(width, Drive.BLOCK):
-            return certificate.route(width, Drive.BLOCK)
-        if not beyond and self._binds_attention() and certificate.holds(width, Drive.QUERIES):
-            return certificate.route(width, Drive.QUERIES)
+        whole = None if place.beyond else self._whole(certificate, place.width, place.keys)
+        if whole is not None:
+            return whole
         mixers.attach(self._target.model)
-        return certificate.route(width, Drive.POSITIONS) if certificate.holds(width, Drive.POSITIONS) else None
+        holds = certificate.holds(place.width, Drive.POSITIONS)
+        return certificate.route(place.width, Drive.POSITIONS) if holds else None
 
-    def _binds_attention(self) -> bool:
-        """Bind the model's attention; whether all of it that can be reached is bound."""
+    def _whole(self, certificate: Certificate, width: int, keys: KeyStretch | None) -> Route | None:
+        """The cheapest route found equal by which mixers take the block whole, or None."""
+        equal = certificate.holds(width, Drive.BLOCK)
+        if equal and keys is None:
+            return certificate.route(width, Drive.BLOCK)
+        bound = self._bind_attention()
+        if bound.refused:
+            return None
+        if equal and keys is not None and certificate.holds_over(width, keys):
+            return certificate.route(width, Drive.BLOCK)
+        holds = bool(bound.names) and certificate.holds(width, Drive.QUERIES)
+        return certificate.route(width, Drive.QUERIES) if holds else None
+
+    def _bind_attention(self) -> bindings.Bound:
         bound = bindings.attach(self._target.model)
         for sentence in bound.refused:
             self._statistics.note(sentence)
-        return bool(bound.names) and not bound.refused
+        return bound
 
     def demote(self, width: int, caches: Sequence[Any], error: Exception) -> None:
         """A route failed where the probe had not looked: step through from here on."""

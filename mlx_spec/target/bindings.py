@@ -10,8 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,7 +22,7 @@ from mlx_lm.models import base
 
 from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import is_leaf, journals_of
-from mlx_spec.ops.attention import QueryBlock, Side, rows_of
+from mlx_spec.ops.attention import Attend, AttentionCall, QueryBlock, Side, rows_of
 from mlx_spec.target.routes import plan_in_force
 
 NAME = "scaled_dot_product_attention"
@@ -101,17 +104,83 @@ def _is_mlx_lms_own(function: Any) -> bool:
 def _attention(
     queries: mx.array, keys: Side, values: Side, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
+    plan, noted = plan_in_force(), _noted.get()
+    by_position = plan is not None and plan.attention_by_position and _counts(queries, plan.width)
+    if by_position or (noted is not None and _counts(queries, noted.width)):
+        masks = MasksAlone(mask, cache, queries.shape[2], rows_of(keys))
+        block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.at)
+        if noted is not None and masks.known:
+            noted.add(block, cache, scale, sinks)
+        if by_position and masks.known:
+            return block.by_position()
+    out: mx.array = _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return out
+
+
+def _counts(queries: mx.array, width: int) -> bool:
+    return queries.ndim == 4 and queries.shape[2] == width
+
+
+def _attend(cache: Any, scale: float, sinks: mx.array | None) -> Attend:
     def attend(queries: mx.array, keys: Side, values: Side, mask: Any) -> mx.array:
         out: mx.array = _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return out
 
-    plan = plan_in_force()
-    if plan is None or not plan.attention_by_position or queries.ndim != 4 or queries.shape[2] != plan.width:
-        return attend(queries, keys, values, mask)
-    masks = MasksAlone(mask, cache, plan.width, rows_of(keys))
-    if not masks.known:
-        return attend(queries, keys, values, mask)
-    return QueryBlock(attend, queries, keys, values, masks.at).by_position()
+    return attend
+
+
+class Noted:
+    """The calls of attention that one forward makes with a block of some width, each kind once."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._calls: dict[str, AttentionCall] = {}
+
+    @property
+    def calls(self) -> list[AttentionCall]:
+        return list(self._calls.values())
+
+    def add(self, block: QueryBlock, cache: Any, scale: float, sinks: mx.array | None) -> None:
+        """Note a call. Neither the cache nor any of its rows is held."""
+        if sinks is not None:
+            # Another thread may be the one that tries the call.
+            mx.eval(sinks)
+        packing, keys, values = _unpacked(block, cache)
+        stand_in = None if packing is None else SimpleNamespace(group_size=packing[0], bits=packing[1])
+        call = AttentionCall(
+            attend=_attend(stand_in, scale, sinks),
+            queries=tuple(block.queries.shape),
+            key_heads=keys.shape[1],
+            values=values,
+            dtypes=(block.queries.dtype, keys.dtype),
+            packing=packing,
+            mask=block.mask.dtype if isinstance(block.mask, mx.array) else block.mask,
+            masked_alone=block.mask_alone(0) is not None,
+            sinks=sinks is not None,
+        )
+        self._calls[repr(call)] = call
+
+
+def _unpacked(block: QueryBlock, cache: Any) -> tuple[tuple[int, int] | None, mx.array, int]:
+    """(group size and bits of packed sides, an array like the keys, columns of the values)."""
+    keys, values = block.keys, block.values
+    if isinstance(keys, mx.array) or isinstance(values, mx.array):
+        return None, keys, values.shape[-1]  # type: ignore[return-value, union-attr]
+    # The scales stand for packed keys: they have their heads and dtype.
+    return (cache.group_size, cache.bits), keys[1], values[0].shape[-1] * 32 // cache.bits
+
+
+_noted: ContextVar[Noted | None] = ContextVar("mlx_spec_noted_attention", default=None)
+
+
+@contextmanager
+def noting(width: int) -> Iterator[Noted]:
+    """Note how the forwards built in this context attend with `width` queries, where their attention is bound."""
+    token = _noted.set(Noted(width))
+    try:
+        yield _noted.get()  # type: ignore[misc]
+    finally:
+        _noted.reset(token)
 
 
 class MasksAlone:

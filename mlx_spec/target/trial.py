@@ -10,7 +10,9 @@ import mlx.core as mx
 from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, runs_again, stretch, visible_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
+from mlx_spec.ops.attention import AttentionCall
 from mlx_spec.ops.choose import same_bits
+from mlx_spec.target.bindings import noting
 from mlx_spec.target.routes import Route, verifying
 
 PROMPT_TOKENS = 9
@@ -116,6 +118,20 @@ class Trial:
         elif needs_mixers(self._start):
             parts = {1, width - 1, width}
         return all(self._equal_keeping(model, width, count, route) for count in sorted(parts, reverse=True))
+
+    def attention(self, model: Any, width: int, route: Route) -> list[AttentionCall]:
+        """How the model attends with a block, each kind of call once, as far as its attention is bound.
+
+        Cost:
+            A copy of the caches and a forward of which nothing is evaluated.
+        """
+        with (
+            SpeculativeCacheTransaction(copy.deepcopy(self._start), width, drive=route.drive) as tx,
+            verifying(route.plan),
+            noting(width) as noted,
+        ):
+            model(self._probe.ids(self._probe.tokens, width), cache=tx.caches)
+        return noted.calls
 
     def _equal_keeping(self, model: Any, width: int, retained: int, route: Route) -> bool:
         caches = copy.deepcopy(self._start)

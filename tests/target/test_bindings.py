@@ -16,11 +16,13 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_spec import Statistics, generate_step
+from mlx_spec.cache.adopt import Likeness, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.target import bindings
+from mlx_spec.target import bindings, mixers
 from mlx_spec.target.bindings import NAME
-from mlx_spec.target.routes import Plan, Routed, verifying
+from mlx_spec.target.routes import BLOCK, POSITIONS, Plan, Routed, verifying
+from mlx_spec.target.trial import PROBES, Trial
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, independent_copy, run_stock
@@ -43,11 +45,16 @@ def llama_file() -> ModuleType:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_bound() -> Iterator[None]:
+def nothing_is_bound() -> Iterator[None]:
+    """Neither before a test nor after it: models of other tests may live on."""
+    release_all()
     yield
-    for users in bindings._users.values():
-        for model in list(users):
-            bindings._release(model)
+    release_all()
+
+
+def release_all() -> None:
+    for model in set().union(*bindings._users.values()):
+        bindings._release(model)
 
 
 # Binding
@@ -406,3 +413,76 @@ def test_a_text_with_quantized_keys_is_exact_with_attention_by_position(name: st
         assert_same_output(out, run, 30)
         assert_same_cache(caches, run.cache_after(30))
     assert BY_POSITION in statistics.verify_route
+
+
+# Long texts
+
+
+LONG_DENSE = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+def routes_over(model: Any, prompt: int, width: int, tokens: int) -> str:
+    """Routes of a run after a long prompt; all it hands out is stock's."""
+    run = run_stock(model, [(7 * place * place + 3) % VOCAB for place in range(prompt)], tokens)
+    statistics = Statistics()
+    drafter = AlternatingDrafter([*run.ids, *[0] * 9], 101, width)
+    out = list(
+        generate_step(
+            mx.array(run.prompt),
+            model,
+            max_tokens=tokens,
+            draft_model=drafter,
+            draft_block_size=width,
+            statistics=statistics,
+        )
+    )
+    assert_same_output(out, run, tokens)
+    return statistics.verify_route
+
+
+def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact() -> None:
+    with double(PATTERNS["max"]):
+        model = Specimen("long", LONG_DENSE).build("float32")
+        assert BY_POSITION not in routes_over(model, 1000, 3, 12)
+        assert BY_POSITION in routes_over(model, 1010, 3, 40)
+        assert routes_over(model, 1100, 3, 12).startswith(BY_POSITION)
+
+
+def test_a_long_text_keeps_to_blocks_where_attention_keeps_to_its_bits() -> None:
+    model = Specimen("long", LONG_DENSE).build("float32")
+    assert routes_over(model, 300, 5, 9) == "block"
+    # Nothing is bound for a text that the model's own probe speaks for.
+    assert vars(llama_file())[NAME] is base.scaled_dot_product_attention
+    for prompt in (505, 1020):
+        assert routes_over(model, prompt, 5, 16) == "block"
+
+
+def test_a_long_text_takes_mixers_by_position_where_attention_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_file(), NAME, lambda *args, **given: base.scaled_dot_product_attention(*args, **given))
+    model = Specimen("long", LONG_DENSE).build("float32")
+    assert routes_over(model, 300, 5, 9) == "block"
+    assert routes_over(model, 505, 5, 16) == "block and block, mixers by position"
+
+
+def test_attention_is_noted_as_the_model_calls_it_and_each_kind_once() -> None:
+    model = subject_named("gpt_oss").model
+    mixers.attach(model)
+    bindings.attach(model)
+    trial = Trial(PROBES[0], PROBES[0].read(model, Likeness(new_caches(model))), Likeness(new_caches(model)))
+    calls = trial.attention(model, 4, BLOCK)
+    # Its sliding layers go by position, so only those that see everything attend with a block.
+    assert [(call.width, call.mask, call.sinks, call.packing) for call in calls] == [(4, "causal", True, None)]
+    assert trial.attention(model, 4, POSITIONS) == []

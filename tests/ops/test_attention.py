@@ -1,0 +1,148 @@
+"""Attention of a block is compared with that of its single queries over as many keys as there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.ops.attention import AttentionCall, KeyStretch, QueryBlock
+from mlx_spec.ops.choose import kinds_of_data
+from tests.bits import assert_same_bits
+from tests.double import PATTERNS, double
+
+SCALE = 0.1
+
+
+def attend(queries: mx.array, keys: Any, values: Any, mask: Any) -> mx.array:
+    out: mx.array = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=SCALE, mask=mask)
+    return out
+
+
+def call(width: int, mask: str | mx.Dtype | None = "causal", alone: bool = False, dtype: mx.Dtype = mx.float32) -> Any:
+    return AttentionCall(
+        attend=attend,
+        queries=(1, 6, width, 64),
+        key_heads=3,
+        values=64,
+        dtypes=(dtype, dtype),
+        packing=None,
+        mask=mask,
+        masked_alone=alone,
+        sinks=False,
+    )
+
+
+def drawn(keys: int, width: int, mask: Any = "causal", alone: Any = None) -> QueryBlock:
+    draw = next(kinds_of_data())
+    block: QueryBlock = call(width).block(keys, draw)
+    return QueryBlock(
+        attend, block.queries, block.keys, block.values, mask, (lambda _: None) if alone is None else alone
+    )
+
+
+# The reference
+
+
+@pytest.mark.parametrize(("width", "keys"), [(2, 2), (3, 8), (5, 300), (16, 31)])
+def test_each_query_attends_over_the_keys_up_to_its_own(width: int, keys: int) -> None:
+    block = drawn(keys, width)
+    rows = []
+    for position in range(width):
+        end = keys - width + 1 + position
+        assert isinstance(block.keys, mx.array)
+        assert isinstance(block.values, mx.array)
+        rows.append(
+            attend(block.queries[:, :, position : position + 1], block.keys[:, :, :end], block.values[:, :, :end], None)
+        )
+    assert_same_bits(block.by_position(), mx.concatenate(rows, axis=2))
+    assert mx.allclose(block.by_position(), block.together(), atol=1e-5).item()
+
+
+# Where findings hold
+
+
+def test_short_texts_are_left_to_the_models_own_probe() -> None:
+    assert KeyStretch.at(511, 4) is None
+    assert KeyStretch.at(512, 4) == (512, True)
+
+
+@pytest.mark.parametrize("width", [2, 5, 16])
+@pytest.mark.parametrize("edge", [512, 1024, 4096])
+def test_every_length_belongs_to_one_stretch_and_blocks_across_an_edge_are_tried_one_by_one(
+    edge: int, width: int
+) -> None:
+    crossing = [keys for keys in range(edge, 2 * edge) if KeyStretch.at(keys, width) == (edge, True)]
+    assert crossing == list(KeyStretch(edge, True).lengths(width))
+    # The first block beyond the edge: even one key less than its first query has reaches it.
+    assert KeyStretch.at(edge + width, width) == (edge, False)
+    inside = KeyStretch(edge, False).lengths(width)
+    assert {KeyStretch.at(keys, width) for keys in inside} == {(edge, False)}
+    assert (inside[0], inside[-1]) == (edge + width, 2 * edge - 1)
+
+
+# The choice
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_stock_attention_is_equal_here(dtype: mx.Dtype) -> None:
+    for mask, alone in (("causal", False), (mx.bool_, False), (mx.bool_, True), (dtype, True)):
+        assert call(3, mask, alone, dtype).equal_over(KeyStretch(512, True))
+        assert call(3, mask, alone, dtype).equal_over(KeyStretch(512, False))
+
+
+def test_a_block_without_a_mask_sees_what_single_tokens_do_not() -> None:
+    assert not call(3, mask=None).equal_over(KeyStretch(512, False))
+
+
+def test_an_edge_counts_where_the_kernel_changes_at_it() -> None:
+    with double(PATTERNS["max"]):
+        # Two blocks of keys' worth: 64 blocks for one query of two heads a key head, 128 for three queries.
+        assert call(3).equal_over(KeyStretch(512, False))
+        assert not call(3).equal_over(KeyStretch(1024, False))
+        assert call(2).equal_over(KeyStretch(1024, False))
+    with double(PATTERNS["gen13"]):
+        assert call(3).equal_over(KeyStretch(1024, True))
+        assert not call(3).equal_over(KeyStretch(4096, True))
+
+
+def test_what_cannot_be_tried_is_not_equal() -> None:
+    broken = AttentionCall(
+        attend=attend,
+        queries=(1, 6, 3, 64),
+        key_heads=4,
+        values=64,
+        dtypes=(mx.float32, mx.float32),
+        packing=None,
+        mask="causal",
+        masked_alone=False,
+        sinks=False,
+    )
+    assert not broken.equal_over(KeyStretch(512, False))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_keys_are_tried_as_packed(bits: int) -> None:
+    seen: list[Any] = []
+
+    def packed(queries: mx.array, keys: Any, values: Any, mask: Any) -> mx.array:
+        seen.append((keys, values))
+        keys, values = (mx.dequantize(*side, group_size=32, bits=bits) for side in (keys, values))
+        return attend(queries, keys, values, mask)
+
+    tried = AttentionCall(
+        attend=packed,
+        queries=(1, 6, 3, 64),
+        key_heads=3,
+        values=96,
+        dtypes=(mx.float32, mx.float32),
+        packing=(32, bits),
+        mask="causal",
+        masked_alone=False,
+        sinks=False,
+    )
+    assert tried.equal_over(KeyStretch(512, False))
+    keys, values = seen[0]
+    assert [part.shape for part in keys] == [(1, 3, 515, 2 * bits), (1, 3, 515, 2), (1, 3, 515, 2)]
+    assert values[0].shape == (1, 3, 515, 3 * bits)
