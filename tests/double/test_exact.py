@@ -115,7 +115,7 @@ def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int,
     assert STEP_THROUGH.name not in "".join(taken)
 
 
-@pytest.mark.deep
+@pytest.mark.double
 @pytest.mark.parametrize("chip", PATTERNS)
 @pytest.mark.parametrize("scheme", FORMATS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
