@@ -18,7 +18,7 @@ demo: $(VENV)/.runtime-ready
 
 # Everything that needs no GPU, the marked long tests included, with many examples for each property.
 deep: $(VENV)/.test-ready
-	$(PYTHON) -m pytest -m "not metal" --hypothesis-profile=deep
+	$(PYTHON) -m pytest -m "not metal and not double" --hypothesis-profile=deep
 
 # Every architecture of the installed mlx-lm against its own one-token loop; takes about half an hour.
 zoo: $(VENV)/.test-ready
@@ -26,6 +26,7 @@ zoo: $(VENV)/.test-ready
 
 # The same with calls of several rows rounding differently from calls of one, as they do on a GPU; takes hours.
 double: $(VENV)/.test-ready
+	$(PYTHON) -m pytest -m double
 	$(PYTHON) scripts/double.py
 
 lint: $(VENV)/.test-ready

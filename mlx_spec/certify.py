@@ -28,7 +28,7 @@ from mlx_spec.target.lengths import block_limit
 from mlx_spec.target.model import Target
 from mlx_spec.target.routes import BLOCK, STEP_THROUGH, Plan, Route, plan_of
 from mlx_spec.target.subjects import find_subjects
-from mlx_spec.target.trial import CANNOT_TAKE, PROBES, Probe, Situation, Trial
+from mlx_spec.target.trial import CANNOT_TAKE, PROBES, Probe, Situation, Trial, require_cuttable
 from mlx_spec.target.verdicts import Verdicts, facts_of
 
 Verify = Literal["exact", "fast"]
@@ -243,13 +243,12 @@ class CertifiedRoutes:
     def _decide(self, width: int, caches: Sequence[Any]) -> Route:
         if needs_mixers(caches):
             mixers.attach(self._target.model)
-        if self.verify == "fast":
-            self._statistics.note("verify=fast: the text may differ from plain decoding where two tokens nearly tie")
-            return BLOCK
         place = self._key(width, caches)
         if place.situation.caches.strangers:
             names = ", ".join(place.situation.caches.strangers)
             return self._step_through(f"{names} is none of the caches that are known to keep a part of a block")
+        if self.verify == "fast":
+            return self._fast(width, place.situation)
         started = time.perf_counter()
         certificate = certificate_for(self._target.model, place.situation)
         route = self._certified(certificate, place)
@@ -259,6 +258,15 @@ class CertifiedRoutes:
         if certificate.failure is not None:
             return self._step_through(f"the model does not take a block ({certificate.failure})")
         return self._step_through("on this machine a block rounds differently from one-token decode")
+
+    def _fast(self, width: int, situation: Situation) -> Route:
+        """A plain block, where the model takes one of which a part can be kept."""
+        try:
+            require_cuttable(self._target.model, width, situation.caches)
+        except CANNOT_TAKE as error:
+            return self._step_through(f"the model does not take a block ({type(error).__name__}: {error})")
+        self._statistics.note("verify=fast: the text may differ from plain decoding where two tokens nearly tie")
+        return BLOCK
 
     def _certified(self, certificate: Certificate, place: Place) -> Route | None:
         """The cheapest route found equal, or None. Beyond the model's block limit a whole block is not looked at."""

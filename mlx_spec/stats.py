@@ -145,4 +145,5 @@ class Statistics:
             f"verify {self.verify_ms:.0f} ms | commit {self.commit_ms:.0f} ms | "
             f"{self.tokens_per_second:.2f} tokens/s"
         )
-        return " | ".join([line, *self.notes])
+        tried = [f"certified in {self.certify_ms:.0f} ms"] if self.certify_ms >= 1 else []
+        return " | ".join([line, *tried, *self.notes])

@@ -159,3 +159,17 @@ class Trial:
             mx.eval(step, states)
             self._logits.append(step)
             self._states.append(states)
+
+
+def require_cuttable(model: Any, width: int, likeness: Likeness) -> None:
+    """Raise unless the model takes a block of `width` tokens of which a single one can be kept. Evaluates nothing.
+
+    Raises:
+        One of CANNOT_TAKE.
+    """
+    probe, caches = PROBES[0], likeness.fresh()
+    likeness.quantize(caches)
+    with SpeculativeCacheTransaction(caches, width) as tx:
+        model(probe.ids(0, width), cache=tx.caches)
+        tx.mark(width)
+        tx.validate(1)

@@ -339,3 +339,41 @@ def test_a_round_does_not_keep_a_dropped_cache_alive(kind: Kind) -> None:
     tx.commit(1)
     del cache
     assert [member() for member in members] == [None] * len(members)
+
+
+READERS = pytest.mark.parametrize(
+    "kind",
+    [KINDS[name] for name in ("kv", "quantized", "concatenate", "batch_kv", "ring", "ring_without_keep", "batch_ring")],
+)
+
+
+@READERS
+@pytest.mark.parametrize("before_edge", [-3, 1, 2, 4])
+def test_a_reader_that_goes_by_position_is_shown_the_rows_as_they_stood_there(kind: Kind, before_edge: int) -> None:
+    """As layers that read another layer's keys do, once that one has written the whole block."""
+    start = max(1, kind.edge - before_edge)
+    cache, stepped = kind.filled_at_once(range(start)), kind.filled_at_once(range(start))
+    tx, leaf = open_round(cache)
+    for token in range(WIDTH):
+        append(leaf, [900 + token], kind.batch)
+    for position in range(WIDTH):
+        append(stepped, [900 + position], kind.batch)
+        leaf.journal.before_position(position)
+        shown, want = leaf.keys_and_values(), stepped.keys_and_values()
+        for got, wanted in zip(flat(shown), flat(want), strict=True):
+            assert_same_bits(got, wanted, f"position {position}")
+    leaf.journal.after_positions()
+    for got, wanted in zip(flat(leaf.keys_and_values()), flat(cache.keys_and_values()), strict=True):
+        assert_same_bits(got, wanted, "no position")
+    tx.commit(2)
+    assert_same_cache(cache, committed(kind, start))
+
+
+def committed(kind: Kind, start: int) -> Any:
+    cache = kind.filled_at_once(range(start))
+    kind.step(cache, [900, 901])
+    return cache
+
+
+def flat(pair: Any) -> list[mx.array]:
+    return [array for side in pair for array in (side if isinstance(side, tuple | list) else [side])]

@@ -10,6 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_spec.ops.base import Rows
+from mlx_spec.ops.linear import DenseLinear, PackedLinear
+from mlx_spec.target.mix import Mix
 from mlx_spec.target.routes import STEP_THROUGH
 from tests.double import PATTERNS, double
 from tests.zoo.menagerie import Specimen, whole_zoo
@@ -99,6 +102,10 @@ def quantized(model: str, mode: str, bits: int, group: int) -> Specimen:
     return Quantized(f"{model} {mode} {bits} {group}", MODELS[model], mode=mode, bits=bits, group=group)
 
 
+def named(name: str) -> Specimen:
+    return next(specimen for specimen in whole_zoo() if specimen.name == name)
+
+
 @pytest.mark.parametrize("scheme", SOON, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int, int]) -> None:
@@ -108,7 +115,7 @@ def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int,
     assert STEP_THROUGH.name not in "".join(taken)
 
 
-@pytest.mark.deep
+@pytest.mark.double
 @pytest.mark.parametrize("chip", PATTERNS)
 @pytest.mark.parametrize("scheme", FORMATS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
@@ -128,9 +135,61 @@ def test_float_weights_stay_exact_at_every_width(model: str, dtype: str, chip: s
 
 @pytest.mark.parametrize("name", ["deepseek_v3, dense", "gemma4_text", "qwen3_moe", "mamba2", "olmo", "gpt_oss"])
 def test_models_with_forks_of_their_own_stay_exact(name: str) -> None:
-    specimen = next(specimen for specimen in whole_zoo() if specimen.name == name)
-    taken = check(specimen, "gen15", (3, 8))
+    taken = check(named(name), "gen15", (3, 8))
     assert STEP_THROUGH.name not in "".join(taken)
+
+
+# Routes that break
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
+    """Let a method return something an ulp off."""
+    sound = getattr(owner, name)
+
+    def spoiled(self: Any, rows: Rows) -> mx.array:
+        out = sound(self, rows)
+        bits = {4: mx.uint32, 2: mx.uint16}[out.dtype.size]
+        raw = out.view(bits)
+        raw[..., 0] += 1
+        return raw.view(out.dtype)
+
+    monkeypatch.setattr(owner, name, spoiled)
+
+
+def fails(self: Any, *args: Any) -> Any:
+    raise RuntimeError("no such kernel on this device")
+
+
+@pytest.mark.parametrize("broken", ["an ulp off", "raises"])
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+def test_a_broken_route_of_linears_costs_the_route_and_no_token(
+    model: str, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "raises":
+        monkeypatch.setattr(DenseLinear, "_batched", fails)
+    else:
+        spoil(monkeypatch, DenseLinear, "_batched")
+    taken = check(Specimen(model, MODELS[model]), "gen15", (5,))
+    assert all("linear row by row" in route and "batch axis" not in route for route in taken)
+
+
+def test_a_broken_route_of_quantized_linears_costs_the_route_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, PackedLinear, "_batched")
+    taken = check(quantized("llama", "affine", 4, 32), "gen15", (5,))
+    assert all("quantized linear row by row" in route for route in taken)
+
+
+def test_a_broken_way_of_mixers_costs_the_block_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Any, start: int, stop: int) -> Any:
+        raise ValueError("shapes do not fit")
+
+    monkeypatch.setattr(Mix, "_cut", refused)
+    with double(PATTERNS["gen15"]):
+        subject = Subject(named("deepseek_v3, dense"), "float32", 20)
+        statistics, difference = subject.speculate(0, 5, pattern_named("full"), 20)
+    assert difference is None
+    assert statistics.verify_route == STEP_THROUGH.name
+    assert "shapes do not fit" in statistics.notes[0]
 
 
 def test_nothing_of_the_double_is_left_behind() -> None:

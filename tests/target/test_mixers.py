@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as stock_generate_step
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.base import Drive
@@ -21,6 +22,7 @@ from tests.oracle import assert_same_output, independent_copy
 from tests.same_cache import assert_same_cache
 from tests.scripted import AlternatingDrafter
 from tests.tiny import MIXES, PROMPT, VOCAB
+from tests.zoo.menagerie import whole_zoo
 
 MIXERS = {
     "dense": {"self_attn"},
@@ -175,3 +177,62 @@ def feed_in_parts(model: Any, tx: SpeculativeCacheTransaction, block: list[list[
         mx.eval(model(mx.array([block[0][done : done + count]]), cache=tx.caches))
         tx.mark(count)
         done += count
+
+
+ZOO = {specimen.name: specimen for specimen in whole_zoo()}
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma3n"])
+def test_layers_that_read_the_keys_of_another_have_mixers_too(name: str) -> None:
+    model = ZOO[name].build("float32")
+    mixers.attach(model)
+    mixing = [any("__mixes__" in vars(type(part)) for part in layer.modules()) for layer in model.layers]
+    assert all(mixing)
+    assert len(model.make_cache()) < len(mixing), "some layers have no cache of their own"
+
+
+def test_the_first_position_of_a_part_is_told_as_the_model_would_tell_it() -> None:
+    seen: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def call(x: mx.array, cache: Any, offset: int, start_pos: Any = None, scale: Any = None) -> mx.array:
+        seen.append((offset, int(start_pos.item()), scale.shape))
+        keys = x[:, None]
+        cache.update_and_fetch(keys, keys)
+        return x
+
+    cache = RotatingKVCache(8)
+    with SpeculativeCacheTransaction([cache], 3) as tx:
+        given = {"x": mx.zeros((1, 3, 4)), "cache": tx.caches[0], "offset": 20}
+        mix = mixers.Mix(call, given, {"start_pos": mx.array(7), "scale": mx.ones((3, 1))})
+        assert mix.run().shape == (1, 3, 4)
+        tx.abort()
+    assert seen == [(20 + place, 7 + place, (1, 1)) for place in range(3)]
+
+
+def test_what_a_mixer_returns_beside_its_output_keeps_its_value_per_position() -> None:
+    """A ring hands out its own buffer, which the next position writes to."""
+
+    def write(x: mx.array, cache: Any) -> tuple[mx.array, Any]:
+        keys = x[:, None]
+        return x, cache.update_and_fetch(keys, keys)
+
+    def read(x: mx.array, shared: Any) -> mx.array:
+        return x + shared[0].sum()
+
+    cache = RotatingKVCache(2)
+    x = mx.arange(1.0, 5.0).reshape(1, 4, 1)
+    with SpeculativeCacheTransaction([cache], 4) as tx:
+        _, shared = mixers.Mix(write, {"x": x, "cache": tx.caches[0]}, {}).run()
+        out = mixers.Mix(read, {"x": x, "shared": shared}, {}).run()
+        tx.abort()
+    assert out.flatten().tolist() == [1 + 1, 2 + 3, 3 + 5, 4 + 7]
+
+
+def test_a_value_per_position_is_nothing_to_compute_with() -> None:
+    cache = RotatingKVCache(2)
+    with SpeculativeCacheTransaction([cache], 2) as tx:
+        given = {"x": mx.zeros((1, 2, 1)), "cache": tx.caches[0]}
+        _, passed_on = mixers.Mix(lambda x, cache: (x, cache.update_and_fetch(x[:, None], x[:, None])), given, {}).run()
+        with pytest.raises(TypeError):
+            _ = passed_on[0] + 1
+        tx.abort()
