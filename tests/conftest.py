@@ -54,7 +54,7 @@ def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what tests had to tell: which seed a property was tried from, and how often."""
     lines = config.stash.get(_told, [])
-    if lines and config.get_verbosity() >= 0:
+    if lines and (config.get_verbosity() >= 0 or settings.get_current_profile_name() == "deep"):
         terminalreporter.section("told by tests")
         for line in lines:
             terminalreporter.write_line(line)
