@@ -18,6 +18,7 @@ from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.target.mix import Mix
+from mlx_spec.target.swap import put_back
 from mlx_spec.target.trace import watched
 
 _swap_lock = threading.Lock()
@@ -42,10 +43,7 @@ def attach(model: Any) -> int:
 def detach(model: Any) -> None:
     """Give every mixer of a model its own class back."""
     with _swap_lock:
-        for module in model.modules():
-            base = vars(type(module)).get("__mixes__")
-            if base is not None:
-                module.__class__ = base
+        put_back(model.modules(), "__mixes__")
 
 
 @cache

@@ -19,6 +19,7 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import HEADS
+from mlx_spec.target.swap import put_back
 
 _swap_lock = threading.Lock()
 
@@ -119,10 +120,7 @@ def attach(model: Any, plan: Plan) -> None:
 def detach(model: Any) -> None:
     """Give every routed module of a model its own class back."""
     with _swap_lock:
-        for module in model.modules():
-            base = vars(type(module)).get("__routed__")
-            if base is not None:
-                module.__class__ = base
+        put_back(model.modules(), "__routed__")
 
 
 @cache

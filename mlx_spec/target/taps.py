@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.target.swap import put_back
+
 _recorder: ContextVar[dict[int, mx.array] | None] = ContextVar("mlx_spec_recorder", default=None)
 """id(layer) -> output, for the forward that is being built in this context; None outside one."""
 
@@ -44,10 +46,7 @@ def attach(layers: Sequence[Any]) -> None:
 def detach(model: Any) -> None:
     """Give every layer of a model its own class back."""
     with _swap_lock:
-        for layer in model.layers:
-            base = vars(type(layer)).get("__tapped__")
-            if base is not None:
-                layer.__class__ = base
+        put_back(model.layers, "__tapped__")
 
 
 @contextmanager
