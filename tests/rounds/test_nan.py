@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_spec import certify
 from mlx_spec.cache.adopt import tokens_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import NonFiniteLogits
@@ -30,6 +31,13 @@ EVERY_MIX = pytest.mark.parametrize("mix", REQUIRED)
 EVERY_MIX_AND_CHOICE = pytest.mark.parametrize(
     ("mix", "choice"), [*((mix, "greedy") for mix in REQUIRED), ("dense", "top_p"), ("sliding", "opaque_both")]
 )
+
+
+@pytest.fixture(autouse=True)
+def own_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are shared with other tests: what is found out about a poisoned one must not outlive the poison."""
+    monkeypatch.setattr(certify, "_certificates", {})
+    monkeypatch.setattr(certify, "_op_tables", {})
 
 
 @pytest.fixture
