@@ -17,9 +17,9 @@ test: lint
 demo: $(VENV)/.runtime-ready
 	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64
 
-# Everything that needs no GPU, the marked long tests included, with many examples for each property.
+# Everything that needs no GPU, the marked long tests included, with many examples for each property; takes hours.
 deep: $(VENV)/.test-ready
-	$(PYTHON) -m pytest -m "not metal and not double" --hypothesis-profile=deep
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not metal and not double" --hypothesis-profile=deep
 
 # Every architecture of the installed mlx-lm against its own one-token loop; takes about half an hour.
 zoo: $(VENV)/.test-ready

@@ -42,18 +42,21 @@ def fixed_seed() -> int:
     return SEED
 
 
-_told = pytest.StashKey[list[str]]()
+TOLD = "told"
 
 
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Give it a line that the summary of the run should end with."""
-    return request.config.stash.setdefault(_told, []).append
+    # Properties go with the report of a test, so they reach the summary from another process as well.
+    return lambda line: request.node.user_properties.append((TOLD, line))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what tests had to tell: which seed a property was tried from, and how often."""
-    lines = config.stash.get(_told, [])
+    ended = [report for reports in terminalreporter.stats.values() for report in reports]
+    calls = [report for report in ended if isinstance(report, pytest.TestReport) and report.when == "call"]
+    lines = [line for report in calls for name, line in report.user_properties if name == TOLD]
     if lines and (config.get_verbosity() >= 0 or settings.get_current_profile_name() == "deep"):
         terminalreporter.section("told by tests")
         for line in lines:
