@@ -115,19 +115,19 @@ def load_drafter(
         UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
     """
     paired = target if isinstance(target, Target) else Target(target)
-    drafter = _drafter(path_or_id, kind, taps)
+    drafter = _drafter(path_or_id, paired, kind, taps)
     validate_drafter_compatibility(drafter, paired)
     return drafter
 
 
-def _drafter(path_or_id: str | Path, kind: str | None, taps: Sequence[int] | None) -> Drafter:
+def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Sequence[int] | None) -> Drafter:
     if str(path_or_id) == NGRAM:
         resolved = resolve_drafter_kind({"model_type": NGRAM}, kind)
     else:
         folder = _folder(path_or_id, _DRAFTER_FILES)
         resolved = resolve_drafter_kind(read_config(folder), kind, read_tensors(folder))
     if resolved != NGRAM:
-        drafter = family(resolved).load(folder, taps)
+        drafter = family(resolved).load(folder, target, taps)
         drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
         return drafter
     if taps is not None:

@@ -71,8 +71,8 @@ _LANGUAGE_MODEL_SUFFIX = "ForCausalLM"
 class Family(Protocol):
     """What a package of drafters offers."""
 
-    def load(self, folder: Path, taps: Sequence[int] | None = None) -> Drafter:
-        """Read a checkpoint folder."""
+    def load(self, folder: Path, target: Target, taps: Sequence[int] | None = None) -> Drafter:
+        """Read a checkpoint folder for a target."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.eagle3 import load
+from mlx_spec.drafters import eagle3
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.target.model import Target
 
@@ -33,6 +33,11 @@ def target() -> Target:
 def drafter() -> Eagle3Drafter:
     """The drafter as it is on disk, float32."""
     return load(FLAT)
+
+
+def load(folder: Path) -> Eagle3Drafter:
+    """The drafter in a folder, for that target."""
+    return eagle3.load(folder, target())
 
 
 def golden() -> Tensors:

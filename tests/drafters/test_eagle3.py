@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_spec.cache.adopt import new_append_cache
-from mlx_spec.drafters.eagle3 import load
+from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.eagle3.config import Eagle3Config
-from mlx_spec.drafters.eagle3.model import PENDING_LIMIT, Eagle3Drafter, Eagle3State
+from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.drafters.eagle3.weights import read_weights
 from mlx_spec.errors import IncompatiblePair
-from tests.drafters.eagle3_files import FLAT, FOLDER, config, drafter, golden, target, tensors, write
+from tests.drafters.eagle3_files import FLAT, FOLDER, config, drafter, golden, load, target, tensors, write
 from tests.host_reads import count_host_reads
 
 TOLERANCE = 1e-5
@@ -32,21 +32,22 @@ def text(length: int, seed: int = 3) -> tuple[list[int], mx.array]:
     return rng.integers(0, VOCAB, length).tolist(), mx.array(rng.standard_normal((1, length, TAPPED)), mx.float32)
 
 
-def cold(ids: list[int], hidden: mx.array, with_drafter: Eagle3Drafter | None = None) -> Eagle3State:
+def cold(ids: list[int], hidden: mx.array, with_drafter: Eagle3Drafter | None = None) -> ChainState:
     """A state that read everything in one chunk."""
     state = (with_drafter or drafter()).open(target())
     state.read_prompt([ids], hidden)
     return state
 
 
-def cached(state: Eagle3State, ids: list[int]) -> list[mx.array]:
+def cached(state: ChainState, ids: list[int]) -> list[mx.array]:
     """Keys and values of all pairs among `ids`, those still pending included."""
+    state.abort()
     state._run_pending()
-    assert state._cache.offset == len(ids) - 1
-    return [state._cache.keys[..., : len(ids) - 1, :], state._cache.values[..., : len(ids) - 1, :]]
+    assert state._caches[0].offset == len(ids) - 1
+    return [state._caches[0].keys[..., : len(ids) - 1, :], state._caches[0].values[..., : len(ids) - 1, :]]
 
 
-def assert_same_state(state: Eagle3State, other: Eagle3State, ids: list[int]) -> None:
+def assert_same_state(state: ChainState, other: ChainState, ids: list[int]) -> None:
     assert state.propose([7], 5).tolist() == other.propose([7], 5).tolist()
     for left, right in zip(cached(state, ids), cached(other, ids), strict=True):
         assert mx.abs(left - right).max().item() < TOLERANCE
@@ -57,10 +58,10 @@ def assert_same_state(state: Eagle3State, other: Eagle3State, ids: list[int]) ->
 
 def test_fc_and_the_layer_give_the_reference_outputs_for_every_true_position() -> None:
     expected, network = golden(), drafter().network
-    hidden = network.fuse(expected["aux_hidden"])
+    hidden = network.fuse(expected["aux_hidden"], target())
     assert mx.abs(hidden - expected["fc_out"]).max().item() < TOLERANCE
     tokens = expected["token_ids"][:, 1:].astype(mx.int32)
-    states = network.layer(network.embed(tokens, target()), hidden, new_append_cache(), 0)
+    states = network.run(tokens, hidden, [new_append_cache()], 0, target())
     assert mx.abs(states - expected["s0.layer_out"]).max().item() < TOLERANCE
     logits = network.logits(states, target())
     assert mx.abs(logits - expected["s0.logits"]).max().item() < TOLERANCE
@@ -73,13 +74,13 @@ def test_feeding_the_output_back_gives_the_reference_chain(position: int) -> Non
     # pairs of fed-back outputs with the true next tokens. Its last s rows lack such a token and are left out.
     expected, network = golden(), drafter().network
     tokens, cache = expected["token_ids"].astype(mx.int32), new_append_cache()
-    hidden = network.fuse(expected["aux_hidden"][:, : position + 1])
-    states = network.layer(network.embed(tokens[:, 1 : position + 2], target()), hidden, cache, 0)[:, -1:]
+    hidden = network.fuse(expected["aux_hidden"][:, : position + 1], target())
+    states = network.run(tokens[:, 1 : position + 2], hidden, [cache], 0, target())[:, -1:]
     for step in (1, 2):
         fed = position + 1 + step
         if fed == tokens.shape[1]:
             break
-        states = network.layer(network.embed(tokens[:, fed : fed + 1], target()), states, cache, 0)
+        states = network.run(tokens[:, fed : fed + 1], states, [cache], 0, target())
         logits = network.logits(states, target())[0, 0]
         assert mx.abs(states[0, 0] - expected[f"s{step}.layer_out"][0, position]).max().item() < TOLERANCE
         assert mx.abs(logits - expected[f"s{step}.logits"][0, position]).max().item() < TOLERANCE
@@ -98,11 +99,11 @@ def chain(source: Eagle3Drafter, ids: list[int], hidden: mx.array, feed_first: b
     """Five greedy proposals after bonus 11, step by step; `feed_first` feeds the first one back every time."""
     network, cache = source.network, new_append_cache()
     tokens = mx.array([[*ids[1:], 11]])
-    states = network.layer(network.embed(tokens, target()), network.fuse(hidden), cache, 0)[:, -1:]
+    states = network.run(tokens, network.fuse(hidden, target()), [cache], 0, target())[:, -1:]
     chosen = [network.choose(states, target())]
     for _ in range(4):
         fed = chosen[0] if feed_first else chosen[-1]
-        states = network.layer(network.embed(fed, target()), states, cache, 0)
+        states = network.run(fed, states, [cache], 0, target())
         chosen.append(network.choose(states, target()))
     return mx.concatenate(chosen, axis=1)[0].tolist()
 
@@ -203,7 +204,7 @@ def test_pairs_that_propose_ran_are_not_run_again() -> None:
     state = cold(ids[:6], hidden[:, :6])
     state.propose([ids[6]], 3)
     state.catch_up([ids[6:8]], hidden[:, 6:8])
-    assert state._cache.offset == 6  # 5 pairs of the prompt, and the one with the bonus
+    assert state._caches[0].offset == 6  # 5 pairs of the prompt, and the one with the bonus
     assert state.pending == 2
 
 
@@ -284,12 +285,12 @@ def test_half_precision_drafts_finite_numbers_even_where_tapped_states_exceed_fl
     half = load(write(tmp_path, edit_tensors=halved))
     ids, hidden = text(6)
     state = cold(ids, hidden * 1e5, half)
-    fused = half.network.fuse(hidden * 1e5)
+    fused = half.network.fuse(hidden * 1e5, target())
     assert fused.dtype == dtype
     if dtype == mx.bfloat16:
         assert mx.isfinite(fused).all().item()
     assert half.network._tensors["fc.weight"].dtype == (mx.float32 if dtype == mx.float16 else dtype)
-    assert mx.isfinite(half.network.fuse(hidden * 1e4)).all().item()
+    assert mx.isfinite(half.network.fuse(hidden * 1e4, target())).all().item()
     assert state.propose([3], 3).dtype == mx.int32
 
 

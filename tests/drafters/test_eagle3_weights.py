@@ -9,9 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_spec.drafters.eagle3 import load
 from mlx_spec.errors import CheckpointError
-from tests.drafters.eagle3_files import FLAT, Tensors, config, drafter, tensors, write
+from tests.drafters.eagle3_files import FLAT, Tensors, config, drafter, load, target, tensors, write
 
 USED = tuple(sorted(name for name in tensors() if name != "t2d"))
 MATRICES = tuple(
@@ -176,7 +175,9 @@ def test_biases_are_used_where_the_config_asks_for_them(tmp_path: Path) -> None:
     biases = {f"{name}.bias": mx.full((size,), 0.5) for name, size in sizes.items()}
     biased = load(write(tmp_path, lambda content: content.update(flags), lambda content: content.update(biases)))
     tapped = mx.random.normal((1, 2, 96))
-    assert mx.allclose(biased.network.fuse(tapped), drafter().network.fuse(tapped) + 0.5, atol=1e-5).item()
+    assert mx.allclose(
+        biased.network.fuse(tapped, target()), drafter().network.fuse(tapped, target()) + 0.5, atol=1e-5
+    ).item()
 
 
 # Files

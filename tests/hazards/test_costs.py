@@ -14,7 +14,6 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_spec import SpeculativeCacheTransaction, Statistics, generate_step
 from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
-from mlx_spec.drafters.eagle3 import load
 from mlx_spec.target.mixers import attach
 from mlx_spec.target.model import Target
 from tests.cache.kinds import KINDS, Kind, append, arrays_of
@@ -230,7 +229,12 @@ def test_text_longer_than_the_drafter_was_made_for_goes_on(tmp_path: Any) -> Non
     folder = eagle3_files.write(tmp_path / "short", lambda config: config.update(max_position_embeddings=16))
     model, statistics = eagle3_files.target().model, Statistics()
     want = run_stock(model, PROMPT, 40)
-    options = {"draft_model": load(folder), "draft_block_size": 4, "max_tokens": 40, "statistics": statistics}
+    options = {
+        "draft_model": eagle3_files.load(folder),
+        "draft_block_size": 4,
+        "max_tokens": 40,
+        "statistics": statistics,
+    }
     assert [token for token, _ in generate_step(mx.array(PROMPT), model, **options)] == list(want.ids)
     assert statistics.drafter_failures == 0
     assert statistics.proposed_by_depth[0] >= 8

@@ -218,13 +218,14 @@ class Watched(Drafter):
             def watched(ids: Any, extra: Any) -> Any:
                 nonlocal shown
                 result = method(ids, extra)
-                shown += 0 if name == "propose" else len(ids[0])
-                log.append((name, shown, state._cache.offset, state.pending))
+                shown += len(ids[0])
+                log.append((name, shown, state._caches[0].offset, state.pending))
                 return result
 
             setattr(state, name, watched)
 
-        for name in ("read_prompt", "propose", "catch_up"):
+        # A proposal's own pairs lie in an open round until the next of these.
+        for name in ("read_prompt", "catch_up"):
             watch(name)
         self.logs.append(log)
         return state  # type: ignore[no-any-return]

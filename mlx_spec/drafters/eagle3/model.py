@@ -12,24 +12,23 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_spec.cache.adopt import new_append_cache
-from mlx_spec.drafters.base import Drafter, DrafterState, Rows
+from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.chain import ChainNetwork, ChainState
 from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.weights import LAYER, Eagle3Weights
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.target.model import Target, evaluate_arrays
 
-PENDING_LIMIT = 64
-"""Tapped rows kept unread while nothing is proposed."""
-
 PADDING_LIMIT = 1024
 """Rows by which two embedding tables of one vocabulary may differ: tables are padded, each to its own multiple."""
 
 
-class Eagle3Network:
+class Eagle3Network(ChainNetwork):
     """The drafter's equations. Holds weights only.
 
     Attributes:
         dtype: of the weights, and of everything computed but fc.
+        tapped_size: K*H_t, entries per row of tapped states.
     """
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights) -> None:
@@ -43,13 +42,9 @@ class Eagle3Network:
         }
         self._target_ids = weights.target_ids
         self._rotate = config.rope.build(config.head_dim)
+        self.tapped_size = len(config.taps) * config.target_hidden_size
         mx.eval(self._tensors)
         evaluate_arrays(self._rotate)
-
-    @property
-    def tapped_size(self) -> int:
-        """K*H_t, entries per row of tapped states."""
-        return len(self.config.taps) * self.config.target_hidden_size
 
     @property
     def has_embedding(self) -> bool:
@@ -68,22 +63,19 @@ class Eagle3Network:
         # The target's table may have more rows, padding that no real token has.
         return self._tensors["embed_tokens.weight"][mx.minimum(ids, self.config.vocab_size - 1)]
 
-    def fuse(self, tapped: mx.array) -> mx.array:
-        """[B, T, K*H_t] tapped states -> [B, T, H], the hidden states the layer reads."""
+    def new_caches(self) -> list[Any]:
+        """One full-attention cache per layer."""
+        return [new_append_cache()]
+
+    def fuse(self, tapped: mx.array, target: Target) -> mx.array:
+        """See `ChainNetwork.fuse`."""
+        del target
         return self._linear("fc", tapped.astype(self._fc_dtype)).astype(self.dtype)
 
-    def layer(self, embedded: mx.array, hidden: mx.array, cache: Any, start: int) -> mx.array:
-        """Run pairs (hidden state at t, token at t+1) and append them to the cache.
-
-        Args:
-            embedded: [B, T, H] of the tokens.
-            hidden: [B, T, H] from `fuse`, or this function's own output for drafted positions.
-            cache: the layer's cache; its offset counts the pairs in it.
-            start: absolute position of the first pair in the cache.
-
-        Returns:
-            [B, T, H], not normalised.
-        """
+    def run(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], start: int, target: Target) -> mx.array:
+        """See `ChainNetwork.run`. The output is not normalised."""
+        (cache,) = caches
+        embedded = self.embed(tokens, target)
         pairs = mx.concatenate(
             [self._norm(f"{LAYER}input_layernorm", embedded), self._norm(f"{LAYER}hidden_norm", hidden)], axis=-1
         )
@@ -92,8 +84,12 @@ class Eagle3Network:
         gate, up = self._linear(f"{LAYER}mlp.gate_proj", normed), self._linear(f"{LAYER}mlp.up_proj", normed)
         return attended + self._linear(f"{LAYER}mlp.down_proj", nn.silu(gate) * up)
 
+    def carry(self, states: mx.array) -> mx.array:
+        """See `ChainNetwork.carry`."""
+        return states
+
     def logits(self, states: mx.array, target: Target) -> mx.array:
-        """[B, T, H] the layer's output -> [B, T, draft_vocab]."""
+        """See `ChainNetwork.logits`."""
         normed = self._norm("norm", states)
         if "lm_head.weight" in self._tensors:
             return self._linear("lm_head", normed)
@@ -102,7 +98,7 @@ class Eagle3Network:
         return target.head(normed)
 
     def choose(self, states: mx.array, target: Target) -> mx.array:
-        """[B, 1, H] the layer's output -> [B, 1] int32, the likeliest token in the target's vocabulary."""
+        """See `ChainNetwork.choose`."""
         ids = mx.argmax(self.logits(states, target), axis=-1)
         return ids.astype(mx.int32) if self._target_ids is None else self._target_ids[ids]
 
@@ -164,9 +160,9 @@ class Eagle3Drafter(Drafter):
                 f"but target {target.name!r} has layers 0..{last}.{off_by_one} Use a drafter made for this target."
             )
 
-    def open(self, target: Target, start: int = 0) -> Eagle3State:
+    def open(self, target: Target, start: int = 0) -> ChainState:
         """Make the state for one request; see `Drafter.open`."""
-        return Eagle3State(self.network, target, start)
+        return ChainState(self.network, target, start)
 
     def _check_hidden_size(self, target: Target) -> None:
         if self.config.target_hidden_size != target.hidden_size:
@@ -191,129 +187,3 @@ class Eagle3Drafter(Drafter):
                 f"drafter {self.name!r} is for a vocabulary of {drafter_rows} and proposes ids up to "
                 f"{self._largest_id}, but target {target.name!r} has {target_rows}. Use a drafter made for this target."
             )
-
-
-class Eagle3State(DrafterState):
-    """One request's cache of pairs (hidden state at t, token at t+1), and the committed rows not yet in it.
-
-    Between calls the cache's offset counts pairs of committed tokens; what lies past it is scratch.
-    """
-
-    def __init__(self, network: Eagle3Network, target: Target, start: int) -> None:
-        self._network = network
-        self._target = target
-        self._start = start
-        self._cache = new_append_cache()
-        # Tapped states that wait for their pair to be run, and the tokens that complete those pairs. There is one
-        # token fewer: the last row is completed by the next bonus.
-        self._rows: list[mx.array] = []
-        self._ids: list[list[int]] = []
-        # (bonus, pairs): propose left this many valid pairs past the offset, should this bonus be committed.
-        self._scratch: tuple[list[int], int] | None = None
-
-    @property
-    def pending(self) -> int:
-        """Tapped rows kept, at most PENDING_LIMIT."""
-        return sum(rows.shape[1] for rows in self._rows)
-
-    def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
-        """Run every complete pair of the chunk without the head, and keep the last row.
-
-        Args:
-            ids: [B][T] token ids of the chunk.
-            hidden: [B, T, K*H_t] their tapped states.
-
-        Cost:
-            Lazy. Evaluate `arrays()` before the next chunk, or the chunk's states stay in memory.
-        """
-        self._append(ids, hidden)
-        self._run_pending()
-
-    def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
-        """Keep the rows for the next proposal. Pairs that `propose` ran on true states and tokens are not run again.
-
-        Args:
-            ids: [B][n] the committed verify inputs, n >= 1.
-            hidden: [B, n, K*H_t] their tapped states.
-        """
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None and scratch[0] == [row[0] for row in ids]:
-            self._cache.offset += scratch[1]
-            self._rows, self._ids = [], []
-        self._append(ids, hidden)
-        if self.pending > PENDING_LIMIT:
-            self._run_pending()
-
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
-        """Run the pending pairs, then draft a chain by feeding back each output with the token it gave.
-
-        Repeating the call gives the same proposals.
-
-        Args:
-            bonus: [B] newest emitted token of each row.
-            count: proposals wanted, >= 1.
-
-        Returns:
-            [B, count] int32 ids in the target's vocabulary, greedy, lazy.
-
-        Raises:
-            ValueError: nothing was read before, so there is no hidden state to start from.
-
-        Cost:
-            One forward of the layer over the pending pairs and count - 1 of one token, count heads, no host read.
-            Within one lazy graph an in-place write copies its buffer, so the layer's cache is copied count - 1 times.
-        """
-        if not self._rows:
-            raise ValueError("an EAGLE-3 drafter continues the target's hidden states: read the prompt first")
-        self.abort()
-        committed = self._cache.offset
-        try:
-            states = self._run([[*row, token] for row, token in zip(self._ids, bonus, strict=True)])[:, -1:]
-            chosen = [self._network.choose(states, self._target)]
-            for _ in range(count - 1):
-                states = self._layer(chosen[-1], states)
-                chosen.append(self._network.choose(states, self._target))
-        finally:
-            self._cache.offset = committed
-        self._scratch = (list(bonus), self.pending)
-        return mx.concatenate(chosen, axis=1)
-
-    def abort(self) -> None:
-        """Forget the pairs that `propose` ran; see `DrafterState.abort`."""
-        self._scratch = None
-
-    def arrays(self) -> list[mx.array]:
-        """The cache's buffers and the pending rows."""
-        buffers = [] if self._cache.keys is None else [self._cache.keys, self._cache.values]
-        return [*buffers, *self._rows]
-
-    def _append(self, ids: Rows, hidden: mx.array | None) -> None:
-        tokens = [list(row) for row in ids]
-        if hidden is None or hidden.ndim != 3 or any(hidden.shape[:2] != (len(tokens), len(row)) for row in tokens):
-            raise ValueError(
-                f"got hidden states of shape {None if hidden is None else hidden.shape} for rows of "
-                f"{[len(row) for row in tokens]} tokens, expected [B, T, {self._network.tapped_size}]"
-            )
-        if self._rows:
-            self._ids = [[*old, *new] for old, new in zip(self._ids, tokens, strict=True)]
-        else:
-            self._ids = [row[1:] for row in tokens]
-        self._rows.append(hidden)
-
-    def _run_pending(self) -> None:
-        """Run the pairs whose token is committed, without the head."""
-        last = self._rows[-1][:, -1:]
-        if self.pending > 1:
-            self._run(self._ids)
-        # A slice would keep the whole chunk alive.
-        self._rows = [mx.contiguous(last)]
-        self._ids = [[] for _ in self._ids]
-
-    def _run(self, ids: Rows) -> mx.array:
-        """Run the first pending pairs, one per token; [B, T] ids -> [B, T, H]."""
-        rows = self._rows[0] if len(self._rows) == 1 else mx.concatenate(self._rows, axis=1)
-        tokens = mx.array([list(row) for row in ids], dtype=mx.int32)
-        return self._layer(tokens, self._network.fuse(rows[:, : tokens.shape[1]]))
-
-    def _layer(self, tokens: mx.array, hidden: mx.array) -> mx.array:
-        return self._network.layer(self._network.embed(tokens, self._target), hidden, self._cache, self._start)
