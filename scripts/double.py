@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["MLX_SPEC_CERTIFICATES"] = "off"
 
-from tests.double import PATTERNS  # noqa: E402  a script finds the package `tests` beside its own folder
+# A script finds the package `tests` beside its own folder.
 from tests.zoo.doubled import QUICK, DoubledOutcome, DoublePlan, diverging, examine_doubled  # noqa: E402
 from tests.zoo.keeper import findings  # noqa: E402
 from tests.zoo.menagerie import whole_zoo  # noqa: E402
@@ -94,7 +94,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="five widths, fewer tokens, float32")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of configs")
-    names = list(PATTERNS)
+    names = list(DoublePlan().chips)
     parser.add_argument("--patterns", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--widths", nargs="+", type=int, metavar="N", help="tokens per verify call")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help=f"of {list(DTYPES)}")

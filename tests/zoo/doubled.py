@@ -32,12 +32,19 @@ class DoublePlan(Plan):
     """How much of an architecture is tried, under each pattern of the double.
 
     Attributes:
-        chips: names of patterns of the double.
+        chips: names of patterns of the double. Each is tried in the first dtype; the others are tried under the first
+            chip only: what a dtype changes, it changes under every pattern.
     """
 
     widths: Sequence[int] = ALL_WIDTHS
-    tokens: int = 40
-    chips: Sequence[str] = tuple(CHIPS)
+    tokens: int = 32
+    chips: Sequence[str] = ("gen15", *(chip for chip in CHIPS if chip != "gen15"))
+
+    def settings(self) -> Iterator[tuple[str, str]]:
+        """(chip, dtype) of every outcome."""
+        first, *others = self.dtypes
+        yield from ((chip, first) for chip in self.chips)
+        yield from ((self.chips[0], dtype) for dtype in others)
 
     def trials(self) -> Iterator[tuple[int, str, int, int]]:
         """(width, pattern, prompt, tokens to take): each width once, the acceptance patterns and prompts in turn."""
@@ -53,9 +60,8 @@ def examine_doubled(specimen: Specimen, plan: DoublePlan) -> Finding:
     """Try one architecture under each pattern. The outcomes are named "chip dtype"."""
     started = time.perf_counter()
     finding = Finding(specimen.name)
-    for chip in plan.chips:
-        for dtype in plan.dtypes:
-            finding.outcomes[f"{chip} {dtype}"] = _outcome(finding, specimen, dtype, plan, chip)
+    for chip, dtype in plan.settings():
+        finding.outcomes[f"{chip} {dtype}"] = _outcome(finding, specimen, dtype, plan, chip)
     finding.seconds = time.perf_counter() - started
     return finding
 
