@@ -142,7 +142,9 @@ class Certificate:
     def route(self, width: int, drive: Drive) -> Route:
         """What `holds` speaks of. Its plan's modules are attached; bindings and mixers are the caller's to attach."""
         model = self._alive()
-        plan = replace(self._ops.plan(model, width), attention_by_position=drive is Drive.QUERIES)
+        plan = self._ops.plan(model, width)
+        if drive is Drive.QUERIES:
+            plan = replace(plan, by_position=bindings.attach(model).kinds)
         routes.attach(model, plan)
         return Route(drive, plan or None)
 

@@ -19,7 +19,7 @@ class Drive(enum.Enum):
 
     WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
     BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
-    QUERIES: as BLOCK for the caches; the mixers that take the block whole attend with one query at a time.
+    QUERIES: as BLOCK for the caches; the mixers that take the block whole attend, and update states, by position.
     POSITIONS: every mixer goes position by position, as in one-token decode.
     """
 

@@ -1,16 +1,17 @@
-"""The name under which mlx-lm's models call attention, bound to a function that can go query by query.
+"""The names under which mlx-lm's models call attention and state updates, bound to functions that can go by position.
 
-Each model file of mlx-lm imports the function by name, so the name is bound in every such file that a model's classes
-come from. Outside a verify call whose plan asks for attention by position the function computes what stock
-does. Models that call mlx directly are not reached; a probe of the model tells.
+Each model file of mlx-lm imports the functions by name, so a name is bound in every such file that a model's classes
+come from. Outside a verify call whose plan asks for it the functions compute what stock does. Models that
+call mlx directly are not reached; a probe of the model tells.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -18,20 +19,23 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models import base
+from mlx_lm.models import base, ssm
 
 from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.ops.attention import Attend, AttentionCall, QueryBlock, Side, rows_of
+from mlx_spec.ops.recurrence import StateUpdates
 from mlx_spec.target.routes import plan_in_force
 
 NAME = "scaled_dot_product_attention"
+STATE_UPDATE = "ssm_update"
 
 _stock = base.scaled_dot_product_attention
+_stock_update = ssm.ssm_update
 _FAMILIES = base.__name__.removesuffix("base")
 
-_users: dict[str, set[int]] = {}
-"""Name of a module -> ids of the models that want it bound."""
+_users: dict[tuple[str, str], set[int]] = {}
+"""(name of a module, name bound in it) -> ids of the models that want it bound."""
 
 _lock = threading.RLock()
 """Reentrant: a model may be collected, and let go of its modules, while another is attached in the same thread."""
@@ -41,32 +45,36 @@ class Bound(NamedTuple):
     """What `attach` did.
 
     Attributes:
-        names: modules of mlx-lm in which attention is bound for the model.
+        names: modules of mlx-lm in which something is bound for the model.
+        kinds: what is bound there, in words.
         refused: sentences on modules where it is not, since somebody else has replaced the function there.
     """
 
     names: tuple[str, ...]
+    kinds: tuple[str, ...]
     refused: tuple[str, ...]
 
 
 def attach(model: Any) -> Bound:
-    """Bind the attention of a model's classes. Attaching twice is attaching once; it ends with the model."""
-    names, refused = [], []
+    """Bind what a model's classes call. Attaching twice is attaching once; it ends with the model."""
+    names, kinds, refused = [], [], []
     with _lock:
         known = any(id(model) in users for users in _users.values())
-        for module in _modules_of(model):
-            if not _is_mlx_lms_own(vars(module)[NAME]):
+        for module, name in _places_of(model):
+            named = _NAMES[name]
+            if not named.is_own(vars(module)[name]):
                 refused.append(
-                    f"attention is not taken by position: another library has replaced {NAME} in {module.__name__}"
+                    f"{named.kind} cannot go by position: another library has replaced {name} in {module.__name__}"
                 )
                 continue
             # Counted before it is bound: a model that goes meanwhile must not take the binding with it.
-            _users.setdefault(module.__name__, set()).add(id(model))
-            setattr(module, NAME, _attention)
+            _users.setdefault((module.__name__, name), set()).add(id(model))
+            setattr(module, name, named.ours)
             names.append(module.__name__)
+            kinds.append(named.kind)
         if names and not known:
             weakref.finalize(model, _release, id(model))
-    return Bound(tuple(names), tuple(refused))
+    return Bound(*(tuple(dict.fromkeys(each)) for each in (names, kinds, refused)))
 
 
 def detach(model: Any) -> None:
@@ -76,28 +84,45 @@ def detach(model: Any) -> None:
 
 def _release(model: int) -> None:
     with _lock:
-        for name, users in list(_users.items()):
+        for (module_name, name), users in list(_users.items()):
             users.discard(model)
-            module = sys.modules.get(name)
+            module, named = sys.modules.get(module_name), _NAMES[name]
             # Whoever has wrapped the function since keeps it; theirs calls stock outside verify calls.
-            if not users and module is not None and vars(module).get(NAME) is _attention:
-                setattr(module, NAME, _stock)
+            if not users and module is not None and vars(module).get(name) is named.ours:
+                setattr(module, name, named.stock)
 
 
-def _modules_of(model: Any) -> list[ModuleType]:
-    """The modules of mlx-lm that a model's classes, and those they derive from, find the name in."""
+def _places_of(model: Any) -> list[tuple[ModuleType, str]]:
+    """The modules of mlx-lm that a model's classes, and those they derive from, find a name in; with the name."""
     classes = {base_class for part in model.modules() for base_class in type(part).__mro__}
-    names = sorted({each.__module__ for each in classes if each.__module__.startswith(_FAMILIES)} - {base.__name__})
+    homes = {named.home.__name__ for named in _NAMES.values()}
+    names = sorted({each.__module__ for each in classes if each.__module__.startswith(_FAMILIES)} - homes)
     found = [sys.modules[name] for name in names if name in sys.modules]
-    return [module for module in found if NAME in vars(module)]
+    return [(module, name) for name in _NAMES for module in found if name in vars(module)]
 
 
-def _is_mlx_lms_own(function: Any) -> bool:
-    """Whether a function is mlx-lm's, or stands for it here.
+class _Named(NamedTuple):
+    """A function of mlx-lm that models import by name.
 
-    One that was replaced in mlx-lm's base before anything of ours was imported is neither.
+    Attributes:
+        kind: what it computes, as routes call it.
+        home: the module that defines it.
+        stock: itself, as it was found.
+        ours: what stands for it where it is bound.
     """
-    return (function is _stock or function is _attention) and getattr(_stock, "__globals__", None) is vars(base)
+
+    kind: str
+    home: ModuleType
+    stock: Callable[..., Any]
+    ours: Callable[..., Any]
+
+    def is_own(self, function: Any) -> bool:
+        """Whether a function is mlx-lm's, or stands for it here.
+
+        One that was replaced at home before anything of ours was imported is neither.
+        """
+        ours = function is self.stock or function is self.ours
+        return ours and getattr(self.stock, "__globals__", None) is vars(self.home)
 
 
 @wraps(_stock)
@@ -105,7 +130,7 @@ def _attention(
     queries: mx.array, keys: Side, values: Side, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
     plan, noted = plan_in_force(), _noted.get()
-    by_position = plan is not None and plan.attention_by_position and _counts(queries, plan.width)
+    by_position = plan is not None and bool(plan.by_position) and _counts(queries, plan.width)
     if by_position or (noted is not None and _counts(queries, noted.width)):
         masks = MasksAlone(mask, cache, queries.shape[2], rows_of(keys))
         block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.at)
@@ -115,6 +140,30 @@ def _attention(
             return block.by_position()
     out: mx.array = _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return out
+
+
+@wraps(_stock_update)
+def _state_update(*args: Any, **keywords: Any) -> tuple[mx.array, mx.array]:
+    plan = plan_in_force()
+    if plan is not None and plan.by_position:
+        given = _UPDATE.bind(*args, **keywords)
+        given.apply_defaults()
+        x, decay, inward, outward, skip, steps, bias, state, limits, mask, lengths = given.arguments.values()
+        # Rows of a batch that end inside the block have lengths, which no single position has.
+        if x.shape[1] == plan.width and lengths is None:
+            weights = decay, skip, bias
+            return StateUpdates(_stock_update, x, inward, outward, steps, state, weights, limits, mask).by_position()
+    out: tuple[mx.array, mx.array] = _stock_update(*args, **keywords)
+    return out
+
+
+_UPDATE = inspect.signature(_stock_update)
+
+_NAMES = {
+    NAME: _Named("attention", base, _stock, _attention),
+    STATE_UPDATE: _Named("state updates", ssm, _stock_update, _state_update),
+}
+"""What is bound, by the name models import it under."""
 
 
 def _counts(queries: mx.array, width: int) -> bool:

@@ -39,21 +39,23 @@ class Plan:
     Attributes:
         width: tokens; a call over any other number of rows is left to the stock op.
         routed: id of a module -> its route, for those that do not take the stock one.
-        attention_by_position: attention is computed for one query at a time, over the keys that stand up to it.
+        by_position: what is computed for one position at a time though mixers take the block whole: attention over
+            the keys that stand up to the query, state updates from the state before the position.
     """
 
     width: int
     routed: Mapping[int, Routed] = field(default_factory=dict)
-    attention_by_position: bool = False
+    by_position: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything is done otherwise than stock does it."""
-        return self.attention_by_position or bool(self.routed)
+        return bool(self.by_position or self.routed)
 
     @property
     def name(self) -> str:
         """The routes taken, in words; empty when all are stock."""
-        return ", ".join(sorted({f"{each.op.kind} {each.route}" for each in self.routed.values()}))
+        ops = sorted({f"{each.op.kind} {each.route}" for each in self.routed.values()})
+        return ", ".join([f"{' and '.join(self.by_position)} by position"] * bool(self.by_position) + ops)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Route:
 _DRIVES = {
     Drive.WHOLE: "block",
     Drive.BLOCK: "block",
-    Drive.QUERIES: "block, attention by position",
+    Drive.QUERIES: "block",
     Drive.POSITIONS: "block, mixers by position",
 }
 

@@ -123,7 +123,7 @@ def test_a_function_replaced_by_another_library_is_left_alone_and_told(monkeypat
     bound = bindings.attach(MIXES["dense"].model())
     assert bound.names == ()
     assert bound.refused == (
-        f"attention is not taken by position: another library has replaced {NAME} in mlx_lm.models.llama",
+        f"attention cannot go by position: another library has replaced {NAME} in mlx_lm.models.llama",
     )
     assert vars(llama_file())[NAME] is theirs
 
@@ -150,7 +150,7 @@ def test_a_function_replaced_before_anything_was_imported_is_told(monkeypatch: p
 
 
 def test_a_models_own_attention_is_not_reached() -> None:
-    assert bindings.attach(MIXES["mamba"].model()) == ((), ())
+    assert bindings.attach(MIXES["mamba"].model()) == ((), (), ())
 
 
 def test_plain_tokens_and_probabilities_are_stocks_while_bound() -> None:
@@ -211,7 +211,7 @@ class Text:
 
 
 def by_position(width: int) -> Plan:
-    return Plan(width, attention_by_position=True)
+    return Plan(width, by_position=("attention",))
 
 
 @contextmanager
