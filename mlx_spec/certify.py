@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -133,11 +133,19 @@ class Certificate:
     def holds_over(self, width: int, stretch: KeyStretch) -> bool:
         """Whether that is so as well with as many keys as the probes do not have, as far as attention is bound."""
         with self._lock:
-            if width not in self._attention:
-                model = self._alive()
-                trial = self._trial(model, PROBES[0], None)
-                self._attention[width] = trial.attention(model, width, self.route(width, Drive.BLOCK))
-            return all(self._ops.attends_equally(call, stretch) for call in self._attention[width])
+            return all(self._ops.attends_equally(call, stretch) for call in self._calls(width))
+
+    def attention(self, width: int) -> list[AttentionCall]:
+        """How the model attends with a block of `width` tokens, as far as its attention is bound."""
+        with self._lock:
+            return self._calls(width)
+
+    def _calls(self, width: int) -> list[AttentionCall]:
+        if width not in self._attention:
+            model = self._alive()
+            trial = self._trial(model, PROBES[0], None)
+            self._attention[width] = trial.attention(model, width, self.route(width, Drive.BLOCK))
+        return self._attention[width]
 
     def route(self, width: int, drive: Drive) -> Route:
         """What `holds` speaks of. Its plan's modules are attached; bindings and mixers are the caller's to attach."""
@@ -312,6 +320,9 @@ class CertifiedRoutes:
 WIDTHS = (2, 3, 5, 6, 8, 16)
 """What is tried before anybody asks; any other width is tried when it is first needed."""
 
+_LAST_EDGE = 4096
+"""Keys up to which attention is tried before anybody asks."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Certify a model on this machine and print what was found.
@@ -336,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     report = Report(model, options.widths)
     report.print_ops()
+    report.print_attention()
     stepped = report.print_blocks()
     verdicts = report.verdicts
     verdicts.save()
@@ -366,6 +378,26 @@ class Report:
             cells = [f"{subject.op.kind}: {subject.op.label}", subject.input, str(counts[key])]
             cells += [self._cell(subject, width) for width in self._widths]
             print(f"| {' | '.join(cells)} |", flush=True)
+
+    def print_attention(self) -> None:
+        """Every kind of attention the model takes a block by, over key counts that a probe of a short text has not."""
+        bindings.attach(self._model)
+        calls = {width: self._certificate.attention(width) for width in self._widths}
+        for stretch in self._stretches():
+            for place, first in enumerate(calls[self._widths[0]]):
+                over = [(width, calls[width][place : place + 1]) for width in self._widths]
+                cells = [f"attention: {first.label}", f"{stretch.edge} keys and more", "-"]
+                cells += [" ".join(self._attends(call, stretch) for call in found) for _, found in over]
+                print(f"| {' | '.join(cells)} |", flush=True)
+
+    def _attends(self, call: AttentionCall, stretch: KeyStretch) -> str:
+        return STOCK if self._ops.attends_equally(call, stretch) else BY_POSITION
+
+    def _stretches(self) -> Iterator[KeyStretch]:
+        stretch = KeyStretch.first()
+        while stretch.edge <= _LAST_EDGE:
+            yield stretch
+            stretch = KeyStretch(2 * stretch.edge, False)
 
     def _cell(self, subject: Subject, width: int) -> str:
         route = self._ops.route(subject, width)

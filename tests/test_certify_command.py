@@ -10,6 +10,7 @@ import pytest
 from mlx_spec import certify
 from mlx_spec.certify import Certificate, main
 from mlx_spec.environment import CERTIFICATES
+from mlx_spec.ops.attention import AttentionCall
 from tests.checkpoints import write_target
 
 
@@ -31,6 +32,8 @@ def test_every_op_and_every_width_is_printed(folder: str, capsys: pytest.Capture
     assert rows[0] == "| op | input | uses | W=2 | W=5 |"
     assert len(rows) > 3
     assert all("stock" in row for row in rows[1:])
+    attention = [row for row in rows if row.startswith("| attention: ")]
+    assert [row.split(" | ")[1] for row in attention] == [f"{keys} keys and more" for keys in (512, 1024, 2048, 4096)]
     assert "W=2: block" in out
     assert "W=5: block" in out
     assert "0 findings were known before" in out
@@ -53,6 +56,15 @@ def test_a_second_run_answers_from_the_file(
     second = capsys.readouterr().out.splitlines()
     assert second[:-1] == first[:-1]
     assert not second[-1].startswith("0 findings")
+
+
+def test_attention_that_differs_over_many_keys_is_printed_as_such(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AttentionCall, "equal_over", lambda self, stretch: stretch.edge < 2048 or self.width == 2)
+    assert main(["--model", folder, "--widths", "2", "3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| attention: ")]
+    assert [row.split(" | ")[3:] for row in rows] == [["stock", "stock |"]] * 2 + [["stock", "by position |"]] * 2
 
 
 def test_a_certificate_that_is_off_is_not_kept(

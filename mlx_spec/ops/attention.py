@@ -93,6 +93,11 @@ class KeyStretch(NamedTuple):
         edge = 1 << (keys.bit_length() - 1)
         return cls(edge, keys - width < edge)
 
+    @classmethod
+    def first(cls) -> KeyStretch:
+        """The shortest of them."""
+        return cls(_FIRST_EDGE, False)
+
     def lengths(self, width: int) -> Sequence[int]:
         """Numbers of keys to try."""
         if self.crossed:
@@ -136,6 +141,12 @@ class AttentionCall:
     @property
     def width(self) -> int:
         return self.queries[2]
+
+    @property
+    def label(self) -> str:
+        """The call as people tell it from others."""
+        heads, packing = self.queries[1], "" if self.packing is None else f", keys of {self.packing[1]} bits"
+        return f"{heads} heads of {self.queries[3]} over {self.key_heads}, mask {self.mask}{packing}"
 
     def equal_over(self, stretch: KeyStretch) -> bool:
         """Whether stock attention over random keys gives every query the bits it gets alone.
