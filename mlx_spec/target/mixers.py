@@ -35,8 +35,13 @@ def attach(model: Any) -> int:
         if mixers:
             return len(mixers)
         mixers = _trace(model)
-        for mixer in mixers:
-            mixer.__class__ = _mixing_class(type(mixer))  # type: ignore[arg-type]
+        try:
+            for mixer in mixers:
+                mixer.__class__ = _mixing_class(type(mixer))  # type: ignore[arg-type]
+        except BaseException:
+            # Some would pass for all.
+            put_back(mixers, "__mixes__")
+            raise
         return len(mixers)
 
 

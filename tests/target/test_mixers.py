@@ -133,6 +133,24 @@ def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: p
     assert "shapes do not fit" in statistics.notes[0]
 
 
+def test_an_interrupted_attach_leaves_no_mixer_that_would_pass_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MIXES["hybrid"].build()
+    classes = [type(module) for module in model.modules()]
+    swapped, swap = itertools.count(), mixers._mixing_class
+
+    def interrupted(base: type[Any]) -> type[Any]:
+        if next(swapped) == 2:
+            raise KeyboardInterrupt
+        return swap(base)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mixers, "_mixing_class", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mixers.attach(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert mixers.attach(model) == len(model.layers)
+
+
 def test_a_prompt_chunk_is_read_as_mlx_lm_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mix = MIXES["sliding"]
     model = mix.model()
