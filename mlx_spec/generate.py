@@ -283,6 +283,7 @@ def _resolve_width(
     asked: tuple[int, str] | None, drafter: Drafter, routes: CertifiedRoutes, caches: list[Any], statistics: Statistics
 ) -> FixedWidth:
     width, origin = asked or (drafter.default_width, "the drafter's default")
+    drafter.check_width(width)
     if width == 1:
         statistics.note(f"{origin} leaves no room for proposals, so {drafter.name} is idle")
         return FixedWidth(1, origin)

@@ -177,7 +177,6 @@ def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
 @pytest.mark.parametrize(
     ("edit", "error", "words"),
     [
-        ({"architectures": ["DFlashDraftModel"]}, UnsupportedOption, "'dflash' cannot be loaded yet"),
         ({"speculators_model_type": "mtp"}, UnsupportedOption, "'mtp' cannot be loaded yet"),
         ({"speculators_model_type": "medusa"}, UnknownDrafter, "medusa"),
         ({"model_type": "qwen3"}, CheckpointError, "model_type='qwen3'"),

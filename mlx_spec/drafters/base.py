@@ -84,6 +84,10 @@ class Drafter(abc.ABC):
     def check(self, target: Target) -> None:
         """Raise IncompatiblePair if this drafter cannot serve the target. Names both values."""
 
+    def check_width(self, width: int) -> None:
+        """Raise UnsupportedOption if this drafter cannot draft for rounds of this width. Default: any will do."""
+        del width
+
     @abc.abstractmethod
     def open(self, target: Target, start: int = 0) -> DrafterState:
         """Make the state for one request on this target.

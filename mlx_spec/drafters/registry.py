@@ -14,13 +14,14 @@ from mlx_spec.target.model import Target
 
 KNOWN_DRAFTER_KINDS = ("dflash", "mtp", "eagle3", "ngram")
 
-_MODULE_BY_KIND = {"eagle3": "mlx_spec.drafters.eagle3"}
+_MODULE_BY_KIND = {"eagle3": "mlx_spec.drafters.eagle3", "dflash": "mlx_spec.drafters.dflash"}
 """Kinds that are read from a checkpoint -> the package that does, imported when first asked for."""
 
 DRAFTER_KIND_BY_MODEL_TYPE = {
     "ngram": "ngram",
     "eagle3": "eagle3",
     "dflash": "dflash",
+    "dflash2": "dflash",
     "dspark": "dflash",
     "muse_glimmer_assistant": "dflash",
     "mtp": "mtp",

@@ -15,6 +15,9 @@ from mlx_spec.errors import CheckpointError
 
 NESTED_KEYS = ("rope_parameters", "rope_scaling")
 
+PROPORTIONAL = "proportional"
+"""Frequencies counted over the whole head, of which the leading part alone is rotated."""
+
 # type -> (keys it needs, keys it may have). Types whose frequencies depend on the length read so far are not among
 # them: rows cached before the change would no longer fit.
 _KEYS_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -25,23 +28,26 @@ _KEYS_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
+    PROPORTIONAL: ((), ("factor",)),
 }
 _SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """NeoX (half-split) rotary positions.
+    """Rotary positions.
 
     Attributes:
         theta: base of the frequencies.
         fraction: leading part of each head that is rotated, 0 < fraction <= 1.
         scaling: what mlx-lm calls `scaling_config`; None for plain frequencies.
+        interleaved: whether neighbouring entries form a pair, instead of those half a head apart (NeoX).
     """
 
     theta: float
     fraction: float = 1.0
     scaling: Mapping[str, Any] | None = None
+    interleaved: bool = False
 
     def rotated_dims(self, head_dim: int) -> int:
         """Entries of a head that are rotated."""
@@ -49,7 +55,10 @@ class Rope:
 
     def build(self, head_dim: int) -> nn.Module:
         """mlx-lm's rotation for heads of this size: (x [B, heads, T, head_dim], offset=first row's position) -> x."""
-        rotation: nn.Module = initialize_rope(self.rotated_dims(head_dim), self.theta, False, self.scaling)
+        dims, scaling = self.rotated_dims(head_dim), self.scaling
+        if scaling is not None and scaling["rope_type"] == PROPORTIONAL:
+            dims, scaling = head_dim, {**scaling, "partial_rotary_factor": self.fraction}
+        rotation: nn.Module = initialize_rope(dims, self.theta, self.interleaved, scaling)
         return rotation
 
 

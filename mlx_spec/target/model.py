@@ -156,9 +156,13 @@ class Target:
 
     def head(self, normed: mx.array) -> mx.array:
         """[B, T, H] normed states -> [B, T, V] logits."""
+        return self.anatomy.scale_logits(self.anatomy.text_model(self.model), self.raw_head(normed))
+
+    def raw_head(self, normed: mx.array) -> mx.array:
+        """[B, T, H] normed states -> [B, T, V] what the output projection gives, unscaled and uncapped."""
         module = self.anatomy.head_module(self.model)
-        logits = self._embedding.as_linear(normed) if module is None else module(normed)
-        return self.anatomy.scale_logits(self.anatomy.text_model(self.model), logits)
+        logits: mx.array = self._embedding.as_linear(normed) if module is None else module(normed)
+        return logits
 
     @property
     def _embedding(self) -> Any:
