@@ -268,10 +268,10 @@ def _shape(places: Places, vocab_size: int) -> dict[str, Any]:
         if places.shape(key) is not None:
             fields[key] = places.shape(key)
     if places.family == "gemma4_dspark":
-        fields["attention_k_eq_v"] = places.needed("attention_k_eq_v")
-        fields["head_dim"] = places.needed("global_head_dim")
+        fields["attention_k_eq_v"] = places.needed("attention_k_eq_v", bool)
+        fields["head_dim"] = places.needed("global_head_dim", int)
         if fields["attention_k_eq_v"]:
-            fields["num_key_value_heads"] = places.needed("num_global_key_value_heads")
+            fields["num_key_value_heads"] = places.needed("num_global_key_value_heads", int)
     return fields
 
 
@@ -320,7 +320,7 @@ def _checked_taps(ids: object, shift: int, name: str, path: Path) -> tuple[int, 
 
 
 def _sights(places: Places, layers: object) -> tuple[Sight, ...]:
-    if type(layers) is not int:
+    if type(layers) is not int or layers < 1:
         return ()  # reported by its own check
     window = places.window()
     kinds = places.layer_types(layers)

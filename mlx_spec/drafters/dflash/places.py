@@ -78,11 +78,14 @@ class Places:
         value = self._geometry.get(key)
         return self._left_out.get(key) if value is None else value
 
-    def needed(self, key: str) -> Any:
-        """A setting of the layers that this family must have."""
+    def needed(self, key: str, kind: type[int]) -> Any:
+        """A setting of the layers that this family must have: a positive number, or true or false."""
         value = self.shape(key)
         if value is None:
             raise CheckpointError(f"{self.path} lacks {key}. It is not guessed.")
+        if type(value) is not kind or (kind is int and value < 1):
+            wanted = "true or false" if kind is bool else "a positive number"
+            raise CheckpointError(f"{self.path}: {key} is {value!r}, expected {wanted}")
         return value
 
     def everywhere(self, key: str) -> list[Any]:
@@ -99,12 +102,11 @@ class Places:
 
     def window(self) -> int | None:
         """Keys from a query on that a sliding layer sees."""
-        found = {value for value in (self.shape("sliding_window"), self.draft("swa_window_size")) if value is not None}
-        if any(type(value) is not int or value < 1 for value in found) or len(found) > 1:
-            raise CheckpointError(
-                f"{self.path}: sliding_window and swa_window_size are {sorted(found, key=str)}, expected one number"
-            )
-        return next(iter(found), None)
+        found = [self.shape("sliding_window"), self.draft("swa_window_size")]
+        found = [value for value in found if value is not None]
+        if any(type(value) is not int or value < 1 or value != found[0] for value in found):
+            raise CheckpointError(f"{self.path}: sliding_window and swa_window_size are {found}, expected one number")
+        return found[0] if found else None
 
     def layer_types(self, layers: int) -> list[str]:
         """One kind of attention per layer."""

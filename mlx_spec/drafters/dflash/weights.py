@@ -82,7 +82,7 @@ def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
     Warns:
         UserWarning: once, naming the tensors that are not used.
     """
-    found = _canonical(_split_fused(read_tensors(folder), config), folder)
+    found = _canonical(_split_fused(read_tensors(folder), config, folder), folder)
     wanted = _wanted(config)
     unused = [name for name in found if name not in wanted.shapes and not _IGNORED.fullmatch(name)]
     refused = [found[name][0] for name in unused if _UNSUPPORTED.fullmatch(name)]
@@ -109,7 +109,7 @@ def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
     return BlockWeights(tensors, target_ids, largest, dtype)
 
 
-def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig) -> dict[str, mx.array]:
+def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig, folder: Path) -> dict[str, mx.array]:
     """Cut `qkv_proj.weight` into the three it is made of. One of another size is left to be refused by its name."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     rows = [count * config.head_dim for count in heads]
@@ -119,7 +119,7 @@ def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig) -> dict[s
             for each, part in zip("qkv", mx.split(array, [rows[0], rows[0] + rows[1]]), strict=True):
                 own = name.replace("qkv_proj", f"{each}_proj")
                 if own in tensors:
-                    raise CheckpointError(f"{name} and {own} are the same tensor under two names; remove one")
+                    raise CheckpointError(f"{folder}: {name} and {own} are the same tensor under two names")
                 split[own] = part
         else:
             split[name] = array
