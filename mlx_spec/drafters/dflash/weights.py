@@ -170,6 +170,12 @@ def _faults(name: str, array: mx.array, shape: Shape, dtypes: tuple[mx.Dtype, ..
     return []
 
 
+def wanted_shapes(config: BlockConfig) -> tuple[dict[str, Shape], set[str]]:
+    """Every tensor's shape, and the names among them that may be absent."""
+    wanted = _wanted(config)
+    return wanted.shapes, wanted.optional
+
+
 def _wanted(config: BlockConfig) -> _Wanted:
     hidden, taps = config.hidden_size, len(config.taps)
     wanted = _Wanted()
