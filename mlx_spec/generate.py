@@ -36,7 +36,7 @@ from mlx_spec.target.routes import STEP_THROUGH
 
 Drafting = Drafter | nn.Module | str | None
 
-_KIND_OF_METHOD = {"eagle": "eagle3"}
+_KIND_OF_METHOD = {"eagle": "eagle3", "dflash": "dflash", "dflash2": "dflash"}
 """SpeculativeConfig's method -> the drafter kind that serves it, for the methods that are built."""
 
 
@@ -262,6 +262,12 @@ def _check_method(config: SpeculativeConfig | None, drafter: Drafter) -> None:
         raise InvalidRequest(
             f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "
             f"but {drafter.name} is of kind {drafter.kind!r}."
+        )
+    asked = None if config is None or not config.is_dflash() else config.num_speculative_tokens
+    if asked is not None and drafter.trained_width not in (None, asked + 1):
+        raise InvalidRequest(
+            f"num_speculative_tokens={asked}, but the checkpoint of {drafter.name} fixes it at "
+            f"{drafter.trained_width - 1}. Give that, or leave it out; draft_block_size asks for narrower rounds."
         )
 
 

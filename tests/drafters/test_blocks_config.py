@@ -263,6 +263,28 @@ def test_what_the_speculators_layout_leaves_out_is_what_its_writer_left_out() ->
     assert (parsed.head_dim, parsed.rms_norm_eps, parsed.rope.theta) == (128, 1e-6, 1e4)
 
 
+@pytest.mark.parametrize(
+    ("said", "family"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"architectures": ["DFlashDraftModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "dspark"),
+        ({"architectures": ["DSparkDraftModel"]}, "dspark"),
+        ({"architectures": None, "model_type": "dspark"}, "dspark"),
+        ({"architectures": None, "model_type": "muse_glimmer_assistant"}, "muse_glimmer_assistant"),
+        ({"architectures": ["Other"], "model_type": "qwen3_dflash"}, "dflash"),
+    ],
+)
+def test_what_a_file_says_of_itself_names_its_family(said: Config, family: str) -> None:
+    assert parse({**config("dflash"), **said}).family == family
+
+
+def test_a_nested_gemma_dspark_stays_one() -> None:
+    content = config("gemma4_dspark")
+    own = {key: content.pop(key) for key in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank")}
+    content["dflash_config"] = {"projector_type": "dspark", **own}
+    assert parse(content).family == "gemma4_dspark"
+
+
 def test_a_dspark_without_a_markov_head_is_read() -> None:
     content = changed("dspark", markov_rank=0, enable_confidence_head=False)
     assert (parse(content).markov_rank, parse(content).proposals) == (0, 4)

@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.dflash.model import BlockDrafter, BlockNetwork
-from mlx_spec.errors import UnsupportedOption
+from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.generate import speculative_generate_step
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
@@ -159,6 +160,17 @@ def test_a_width_the_checkpoint_was_not_trained_for_is_refused_before_the_first_
         name = TARGETS[family]
         with pytest.raises(UnsupportedOption, match=f"got {width}"):
             speculate(name, drafter(family, name, planted=False), stock(name), draft_block_size=width)
+
+
+def test_a_method_with_another_width_than_the_checkpoints_is_refused() -> None:
+    source = drafter("dflash", "dense_qk_norm", planted=True)
+    config = SpeculativeConfig(speculative_method="dflash", num_speculative_tokens=2)
+    with pytest.raises(InvalidRequest, match="num_speculative_tokens=2, but the checkpoint of .* fixes it at 4"):
+        speculate("dense_qk_norm", source, stock("dense_qk_norm"), speculative=config)
+    for tokens in (4, None):
+        config = SpeculativeConfig(speculative_method="dflash", num_speculative_tokens=tokens)
+        statistics = speculate("dense_qk_norm", source, stock("dense_qk_norm"), speculative=config)
+        assert len(statistics.proposed_by_depth) == 4
 
 
 def test_a_block_that_is_cut_by_confidence_is_exact() -> None:

@@ -74,7 +74,7 @@ DRAFT_OPTIONS = (
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
-    "projector_type": ("dflash", "dspark"),
+    "projector_type": ("dflash", "dflash2", "dspark"),
     "attention_value_scale": (1,),
     "mlp_bias": (False,),
     "qkv_bias": (False,),

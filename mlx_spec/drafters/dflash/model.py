@@ -101,6 +101,7 @@ class BlockDrafter(Drafter):
     """
 
     kind = "dflash"
+    trained_width: int
 
     def __init__(self, name: str, config: BlockConfig, weights: BlockWeights) -> None:
         self.name = name
@@ -109,7 +110,8 @@ class BlockDrafter(Drafter):
         self.heads: ProposalHead = build_head(self.network.tensors, config, weights.target_ids)
         self.taps = tuple(tap for tap in config.taps if tap != EMBEDDING)
         self.proposals = config.proposals
-        self.default_width = min(config.runtime_block_size or config.proposals + 1, config.proposals + 1)
+        self.trained_width = config.proposals + 1
+        self.default_width = min(config.runtime_block_size or self.trained_width, self.trained_width)
         self._largest_id = weights.largest_id
         self._threshold = 0.0
 
@@ -179,7 +181,7 @@ class BlockDrafter(Drafter):
         Raises:
             UnsupportedOption: wider than its block; or another one, where the block's size is part of the network.
         """
-        trained = self.proposals + 1
+        trained = self.trained_width
         if width > trained:
             raise UnsupportedOption(
                 f"drafter {self.name!r} proposes at most {self.proposals} tokens per round, so its rounds are at most "

@@ -157,15 +157,16 @@ class Places:
         return str(named[0]) if isinstance(named, list) and named else ""
 
     def _family(self) -> str:
-        # One architecture name serves several families; what `dflash_config` holds tells them apart.
-        if self._own.get("projector_type") == "dspark":
-            return "dspark"
+        named = _FAMILY_BY_ARCHITECTURE.get(self._architecture())
+        if named is not None:
+            return named
         speculators = self._top.get("speculators_model_type")
         if isinstance(speculators, str) and speculators in SPECULATORS_DEFAULTS:
             return speculators
-        by_name = _FAMILY_BY_ARCHITECTURE.get(self._architecture())
-        by_type = _FAMILY_BY_MODEL_TYPE.get(str(self._top.get("model_type")))
-        return by_name or by_type or ("dspark" if self.everywhere("markov_rank") else "dflash")
+        typed = _FAMILY_BY_MODEL_TYPE.get(str(self._top.get("model_type")))
+        # One architecture name serves several families; what `dflash_config` holds tells them apart.
+        nested = "dspark" if self._own.get("projector_type") == "dspark" or self.everywhere("markov_rank") else "dflash"
+        return typed or nested
 
 
 _CAUSAL_KEYS = ("causal", "is_causal", "dflash_query_causal")
