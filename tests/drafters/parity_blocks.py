@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.drafters.dflash.heads import MarkovHead, confidence_logits
+from mlx_spec.drafters.dflash.heads import MarkovHead
 from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.dflash.state import BlockState
 from mlx_spec.target.model import Target
@@ -105,8 +105,8 @@ def _compare_heads(
         ours = heads.biased(states, bonus, target)[1] if isinstance(heads, MarkovHead) else heads.logits(states, target)
         comparison.arrays("logits", ours, logits)
     for odds in want.given("confidence_logits"):
-        before = mx.concatenate([bonus[:, None], want["draft_tokens"][:, :-1].astype(mx.int32)], axis=1)
-        comparison.arrays("confidence", confidence_logits(drafter.network.tensors, states, before), odds)
+        chosen = want["draft_tokens"].astype(mx.int32)
+        comparison.arrays("confidence", drafter.confidence(states, bonus, chosen), mx.sigmoid(odds))
 
 
 def _pair(fixture: Fixture) -> tuple[BlockDrafter, Target]:
