@@ -13,7 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, read_tensors
+from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, tensor_names
+from mlx_spec.drafters.mtp.files import files_to_fetch
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
@@ -24,7 +25,7 @@ NGRAM = "ngram"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 _TARGET_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
-_DRAFTER_FILES = ("*.json", TENSOR_PATTERN)
+_SETTINGS_FILES = ("*.json",)
 
 
 def load(
@@ -124,8 +125,8 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Seq
     if str(path_or_id) == NGRAM:
         resolved = resolve_drafter_kind({"model_type": NGRAM}, kind)
     else:
-        folder = _folder(path_or_id, _DRAFTER_FILES)
-        resolved = resolve_drafter_kind(read_config(folder), kind, read_tensors(folder))
+        folder = _drafter_folder(path_or_id, target)
+        resolved = resolve_drafter_kind(read_config(folder), kind, tensor_names(folder))
     if resolved != NGRAM:
         drafter = family(resolved).load(folder, target, taps)
         drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
@@ -133,6 +134,15 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Seq
     if taps is not None:
         raise UnsupportedOption(f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out.")
     return NgramDrafter()
+
+
+def _drafter_folder(path_or_id: str | Path, target: Target) -> Path:
+    """The local folder, downloaded if need be. Of a target's own repository the prediction layer's shards alone are."""
+    folder = _folder(path_or_id, _SETTINGS_FILES)
+    if Path(path_or_id).expanduser().is_dir():
+        return folder
+    shards = files_to_fetch(folder, target)
+    return _folder(path_or_id, (*_SETTINGS_FILES, *([TENSOR_PATTERN] if shards is None else shards)))
 
 
 def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:

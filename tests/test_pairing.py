@@ -87,13 +87,15 @@ def test_a_hub_id_is_downloaded_without_code(hub: Callable[[object], list[dict[s
     requests = hub(FLAT)
     loaded = load_drafter("someone/drafter-EAGLE3", target())
     assert loaded.name == "someone/drafter-EAGLE3"
+    asked = {"name": "someone/drafter-EAGLE3", "revision": None}
     assert requests == [
-        {"name": "someone/drafter-EAGLE3", "revision": None, "allow_patterns": ["*.json", "*.safetensors"]}
+        {**asked, "allow_patterns": ["*.json"]},
+        {**asked, "allow_patterns": ["*.json", "*.safetensors"]},
     ]
     with pytest.raises(CheckpointError):
         load("someone/target", revision="main", lazy=True)
-    assert requests[1]["revision"] == "main"
-    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[1]["allow_patterns"])
+    assert requests[2]["revision"] == "main"
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[2]["allow_patterns"])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
     ("edit", "error", "words"),
     [
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedOption, "'dflash' cannot be loaded yet"),
-        ({"speculators_model_type": "mtp"}, UnsupportedOption, "'mtp' cannot be loaded yet"),
+        ({"speculators_model_type": "mtp"}, IncompatiblePair, "cannot serve target 'llama'"),
         ({"speculators_model_type": "medusa"}, UnknownDrafter, "medusa"),
         ({"model_type": "qwen3"}, CheckpointError, "model_type='qwen3'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, IncompatiblePair, "counts hidden states"),

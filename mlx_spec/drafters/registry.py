@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from mlx_spec.target.model import Target
 
 KNOWN_DRAFTER_KINDS = ("dflash", "mtp", "eagle3", "ngram")
 
-_MODULE_BY_KIND = {"eagle3": "mlx_spec.drafters.eagle3"}
+_MODULE_BY_KIND = {"eagle3": "mlx_spec.drafters.eagle3", "mtp": "mlx_spec.drafters.mtp"}
 """Kinds that are read from a checkpoint -> the package that does, imported when first asked for."""
 
 DRAFTER_KIND_BY_MODEL_TYPE = {
@@ -28,8 +29,13 @@ DRAFTER_KIND_BY_MODEL_TYPE = {
     "gemma4_unified_assistant": "mtp",
     "qwen3_5_mtp": "mtp",
     "nemotron_h_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+    "deepseek_v3_mtp": "mtp",
+    "deepseek_v32_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
     "glm4_moe_lite_mtp": "mtp",
     "glm_moe_dsa_mtp": "mtp",
+    "mimo_mtp": "mtp",
     "deepseek_v4_mtp": "mtp",
 }
 """`model_type` or `speculators_model_type` -> kind. Only types that no ordinary language model has."""
@@ -64,6 +70,9 @@ _KIND_BY_TENSOR = {
     "midlayer.hidden_norm.weight": "eagle3",
     "layers.0.hidden_norm.weight": "eagle3",
 }
+
+_PREDICTION_TENSOR = re.compile(r"(^|\.)mtp[._]|\.eh_proj\.")
+"""What names of prediction layers in a target's own checkpoint have in them."""
 
 _LANGUAGE_MODEL_SUFFIX = "ForCausalLM"
 
@@ -182,10 +191,13 @@ def _stated_kind(config: Mapping[str, Any], architecture: str | None) -> str | N
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in DRAFTER_KIND_BY_MODEL_TYPE:
         return DRAFTER_KIND_BY_MODEL_TYPE[model_type]
+    text = config.get("text_config")
+    stated = {**(text if isinstance(text, dict) else {}), **config}
     # A count of 0 says that there is nothing.
-    return next((kind for key, kind in _KIND_BY_KEY.items() if config.get(key)), None)
+    return next((kind for key, kind in _KIND_BY_KEY.items() if stated.get(key)), None)
 
 
 def _by_tensors(tensors: Collection[str]) -> str | None:
     short = {name.removeprefix("model.") for name in tensors}
-    return next((kind for name, kind in _KIND_BY_TENSOR.items() if name in short), None)
+    found = next((kind for name, kind in _KIND_BY_TENSOR.items() if name in short), None)
+    return found or ("mtp" if any(_PREDICTION_TENSOR.search(name) for name in tensors) else None)

@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.errors import CheckpointError
-from tests.drafters import parity_eagle3
+from tests.drafters import parity_eagle3, parity_mtp
 from tests.drafters.parity import Comparison, Fixture, find
 
-LAYOUTS = (parity_eagle3.LAYOUT,)
+LAYOUTS = (parity_eagle3.LAYOUT, parity_mtp.LAYOUT)
 """How to compare, by what the golden file holds."""
 
 OWN = Path(__file__).parent.parent / "fixtures"

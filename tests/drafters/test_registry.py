@@ -113,7 +113,7 @@ def test_architectures_of_a_wrong_type_are_an_error(architectures: object) -> No
         resolve_drafter_kind({"architectures": architectures})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mtp"])
+@pytest.mark.parametrize("kind", ["dflash"])
 def test_a_kind_that_is_not_built_names_itself_and_what_works(kind: str) -> None:
     with pytest.raises(UnsupportedOption, match=f"'{kind}' cannot be loaded yet.*eagle3, ngram"):
         family(kind)
