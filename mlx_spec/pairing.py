@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, tensor_names
 from mlx_spec.drafters.mtp.files import files_to_fetch
 from mlx_spec.drafters.ngram import NgramDrafter
+from mlx_spec.drafters.packing import Packing
 from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.target.model import Target, evaluate_arrays
@@ -77,6 +80,33 @@ def load_without_tokenizer(path_or_id: str | Path) -> Any:
     return model
 
 
+def settings_folder(path_or_id: str | Path) -> Path:
+    """The local folder with a checkpoint's JSON files; of a hub repository these alone are downloaded.
+
+    Raises:
+        ModelNotFound: as in `load`.
+    """
+    return _folder(path_or_id, _SETTINGS_FILES)
+
+
+def target_without_weights(path_or_id: str | Path) -> Target:
+    """A target that cannot compute: what it is, for drafters that ask. Downloads the settings alone.
+
+    Raises:
+        ModelNotFound, CheckpointError: as in `load`.
+        UnsupportedOption: mlx-lm has no module for its `model_type`.
+    """
+    folder = settings_folder(path_or_id)
+    config = read_config(folder)
+    model_type = str(config.get("model_type"))
+    name = mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)
+    if not name.isidentifier() or find_spec(f"mlx_lm.models.{name}") is None:
+        raise UnsupportedOption(f"{folder / CONFIG_NAME}: model_type is {model_type!r}, for which mlx-lm has no module")
+    with _telling(folder):
+        module = import_module(f"mlx_lm.models.{name}")
+        return Target(module.Model(module.ModelArgs.from_dict(config)))
+
+
 def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
     folder = _folder(path_or_id, _TARGET_FILES, revision)
     if not (folder / CONFIG_NAME).is_file():
@@ -94,21 +124,27 @@ def _telling(folder: Path) -> Iterator[None]:
 
 
 def load_drafter(
-    path_or_id: str | Path, target: Any, kind: str | None = None, taps: Sequence[int] | None = None
+    path_or_id: str | Path,
+    target: Any,
+    kind: str | None = None,
+    taps: Sequence[int] | None = None,
+    packing: Packing | None = None,
 ) -> Drafter:
     """Load a drafter for a target, and refuse it if the two do not fit.
 
     Args:
         path_or_id: a local folder, "owner/name" on the Hugging Face hub, or "ngram" for lookup in the text itself.
+            The target's own may be given where it carries a prediction layer.
         target: an mlx-lm model, or a Target.
         kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
         taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
+        packing: how to quantize its weights; None leaves them as the files have them.
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
         CheckpointError: the checkpoint is incomplete, damaged, or of a variant that is not supported.
         UnknownDrafter: nothing says what kind of drafter it is.
-        UnsupportedOption: that kind cannot be loaded yet.
+        UnsupportedOption: that kind cannot be loaded yet, or not be quantized so.
         IncompatiblePair: hidden size, vocabulary or layers do not fit; names both values.
         UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
 
@@ -118,6 +154,8 @@ def load_drafter(
     paired = target if isinstance(target, Target) else Target(target)
     drafter = _drafter(path_or_id, paired, kind, taps)
     validate_drafter_compatibility(drafter, paired)
+    if packing is not None:
+        drafter.quantize(packing)
     return drafter
 
 
@@ -138,7 +176,7 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Seq
 
 def _drafter_folder(path_or_id: str | Path, target: Target) -> Path:
     """The local folder, downloaded if need be. Of a target's own repository the prediction layer's shards alone are."""
-    folder = _folder(path_or_id, _SETTINGS_FILES)
+    folder = settings_folder(path_or_id)
     if Path(path_or_id).expanduser().is_dir():
         return folder
     shards = files_to_fetch(folder, target)

@@ -48,12 +48,8 @@ def build_target(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> 
     name = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
     module = importlib.import_module(f"mlx_lm.models.{name}")
     model = module.Model(module.ModelArgs.from_dict(config))
-    beyond = f"model.layers.{len(model.layers)}."
-    kept = {
-        key: array
-        for key, array in tensors.items()
-        if not PREDICTION.search(key) and not key.startswith(beyond) and not key.startswith("model.visual")
-    }
+    beyond = re.compile(rf"(^|\.)layers\.{len(model.layers)}\.")
+    kept = {key: array for key, array in tensors.items() if not PREDICTION.search(key) and not beyond.search(key)}
     if name in FUSED:
         kept = _side_by_side(kept)
     model.load_weights(list(model.sanitize(kept).items()))

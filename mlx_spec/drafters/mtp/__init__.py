@@ -10,7 +10,7 @@ from mlx_spec.drafters.mtp.config import check_settings, width_of
 from mlx_spec.drafters.mtp.files import find
 from mlx_spec.drafters.mtp.layouts import layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor, target_args
-from mlx_spec.drafters.mtp.packing import quantize_as_stored
+from mlx_spec.drafters.mtp.stored_packing import quantize_as_stored
 from mlx_spec.drafters.mtp.weights import assign
 from mlx_spec.errors import UnsupportedOption
 from mlx_spec.target.model import Target

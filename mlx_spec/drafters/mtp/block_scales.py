@@ -40,6 +40,9 @@ def dequantized(
         if weight is None or weight.dtype != mx.uint8 or weight.ndim != 2:
             got = "none" if weight is None else f"{weight.dtype} {list(weight.shape)}"
             raise CheckpointError(f"{told(name)} scales an 8-bit float matrix {base}, got {got}")
+        if scales.dtype == mx.uint8:
+            # An exponent of two, biased: what the format e8m0 is.
+            scales = mx.power(2.0, scales.astype(mx.float32) - 127)
         if name.endswith(_BLOCKS):
             result[base] = _from_blocks(weight, scales, _block(config), told(name))
         else:

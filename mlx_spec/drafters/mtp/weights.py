@@ -23,7 +23,9 @@ NAMED = 12
 
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
-_STACK = "switch_mlp."
+_STACK, _ATTENTION = "switch_mlp.", "self_attn."
+
+_LATENT_PARTS = ("embed_q.weight", "unembed_out.weight")
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,17 @@ def kept_as(name: str, shapes: Mapping[str, tuple[int, ...]], found: Collection[
         found: names of the tensors in the files.
     """
     shape = shapes[name]
-    if name not in found:
-        if _STACK in name:
-            return _expert_form(name, shape, found)
-        head, _, last = name.rpartition("self_attn.")
-        if last in ("embed_q.weight", "unembed_out.weight") and f"{head}self_attn.embed_q.weight" not in found:
-            return _latent_form(f"{head}self_attn.", last, shapes)
+    before, stack, _ = name.partition(_STACK)
+    if stack and not _any_starts(found, before + stack):
+        return _expert_form(name, shape, found)
+    before, attention, part = name.rpartition(_ATTENTION)
+    if part in _LATENT_PARTS and not any(before + attention + each in found for each in _LATENT_PARTS):
+        return _latent_form(before + attention, part, shapes)
     return Kept({name: shape}, lambda arrays: arrays[0])
+
+
+def _any_starts(names: Collection[str], start: str) -> bool:
+    return any(name.startswith(start) for name in names)
 
 
 def _expert_form(name: str, shape: tuple[int, ...], found: Collection[str]) -> Kept:

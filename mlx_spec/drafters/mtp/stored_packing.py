@@ -1,4 +1,4 @@
-"""Quantized prediction layers: as a checkpoint keeps them, or packed when loaded."""
+"""Prediction layers that a checkpoint keeps quantized."""
 
 from __future__ import annotations
 
