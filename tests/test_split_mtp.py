@@ -71,6 +71,20 @@ def test_a_quantized_folder_drafts_as_the_checkpoint_quantized_when_loaded(
     assert mx.isfinite(logits).all().item()
 
 
+def test_a_checkpoint_of_8_bit_floats_is_split_loaded_and_drafts(tmp_path: Path) -> None:
+    family, name = "deepseek_v3", "model.layers.3.mlp.experts.2.up_proj.weight"
+
+    def pack(tensors: dict[str, mx.array]) -> None:
+        tensors[name], tensors[f"{name}_scale_inv"] = mx.to_fp8(tensors[name] * 4), mx.array([[0.25]])
+
+    source = write(tmp_path / "source", family, edit_tensors=pack)
+    out = split(source, tmp_path / "out")
+    assert_same(drafter(out, family), drafter(source, family))
+    state = drafter(out, family).open(target(family))
+    state.read_prompt([[1, 2, 3]], mx.random.normal((1, 3, 32)))
+    assert state.propose([4], 2).shape == (1, 2)
+
+
 def test_each_damaged_tensor_of_a_quantized_folder_is_named(tmp_path: Path) -> None:
     family = "qwen35_moe_real"
     out = split(write(tmp_path / "source", family), tmp_path / "out", Packing(4, 32))
