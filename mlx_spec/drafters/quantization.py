@@ -43,7 +43,7 @@ class Format(BaseModel):
         """
         try:
             parsed = cls.model_validate(block)
-            mx.quantize(mx.zeros((1, parsed.group_size)), parsed.group_size, parsed.bits, mode=parsed.mode)
+            mx.quantize(mx.zeros((1, 32 * parsed.group_size)), parsed.group_size, parsed.bits, mode=parsed.mode)
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise ValueError(f"{where} is {block!r}: {'; '.join(wrong)}") from None

@@ -208,6 +208,8 @@ def _borrowing(settings: Settings, lineage: Lineage | None) -> Settings:
     roped = settings.values.get("rope_parameters")
     inside = roped if isinstance(roped, dict) else {}
     held = {key for key in BORROWED if settings.values.get(key) is not None or key in inside}
+    # Here null says something: queries are projected in one step.
+    held |= {"q_lora_rank"} & settings.values.keys()
     if inside:
         held |= {"rope_scaling"}
     taken = {key: target[key] for key in BORROWED if key not in held and target.get(key) is not None}

@@ -25,7 +25,6 @@ BORROWED = (
     "v_head_dim",
     "rope_theta",
     "rope_scaling",
-    "attention_bias",
 )
 """Settings that a drafter with latent attention shares with the target it was made for, unless its file says else."""
 

@@ -188,8 +188,8 @@ def _split(tensors: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.a
     if scales is not None:
         form = config.quantization.format_of(_JOINT) if config.quantization else None
         assert form is not None
-        weight = mx.dequantize(weight, scales, biases, form.group_size, form.bits, mode=form.mode)
-        weight = weight.astype(tensors["norm.weight"].dtype)
+        dtype = tensors["norm.weight"].dtype
+        weight = mx.dequantize(weight, scales, biases, form.group_size, form.bits, mode=form.mode, dtype=dtype)
     keys = config.latent.qk_nope_head_dim
     heads = weight.reshape(config.num_attention_heads, -1, config.latent.kv_lora_rank)
     embed, unembed = heads[:, :keys].swapaxes(-1, -2), heads[:, keys:]
