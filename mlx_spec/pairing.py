@@ -18,7 +18,6 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, tensor_names
 from mlx_spec.drafters.mtp.files import files_to_fetch
 from mlx_spec.drafters.ngram import NgramDrafter
-from mlx_spec.drafters.packing import Packing
 from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.target.model import Target, evaluate_arrays
@@ -128,7 +127,7 @@ def load_drafter(
     target: Any,
     kind: str | None = None,
     taps: Sequence[int] | None = None,
-    packing: Packing | None = None,
+    quantize: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """Load a drafter for a target, and refuse it if the two do not fit.
 
@@ -138,13 +137,14 @@ def load_drafter(
         target: an mlx-lm model, or a Target.
         kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
         taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
-        packing: how to quantize its weights; None leaves them as the files have them.
+        quantize: `group_size`, `bits` and, if it is not "affine", `mode` of one of mlx's formats, to quantize the
+            drafter's matrices once they are loaded.
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
         CheckpointError: the checkpoint is incomplete, damaged, or of a variant that is not supported.
         UnknownDrafter: nothing says what kind of drafter it is.
-        UnsupportedOption: that kind cannot be loaded yet, or not be quantized so.
+        UnsupportedOption: that kind cannot be loaded yet, or not with these options.
         IncompatiblePair: hidden size, vocabulary or layers do not fit; names both values.
         UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
 
@@ -152,25 +152,24 @@ def load_drafter(
         UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
     """
     paired = target if isinstance(target, Target) else Target(target)
-    drafter = _drafter(path_or_id, paired, kind, taps)
+    drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": quantize})
     validate_drafter_compatibility(drafter, paired)
-    if packing is not None:
-        drafter.quantize(packing)
     return drafter
 
 
-def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Sequence[int] | None) -> Drafter:
+def _drafter(path_or_id: str | Path, target: Target, kind: str | None, options: Mapping[str, Any]) -> Drafter:
     if str(path_or_id) == NGRAM:
         resolved = resolve_drafter_kind({"model_type": NGRAM}, kind)
     else:
         folder = _drafter_folder(path_or_id, target)
         resolved = resolve_drafter_kind(read_config(folder), kind, tensor_names(folder))
     if resolved != NGRAM:
-        drafter = family(resolved).load(folder, target, taps)
+        drafter = family(resolved).load(folder, target, **options)
         drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
         return drafter
-    if taps is not None:
-        raise UnsupportedOption(f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out.")
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    if given:
+        raise UnsupportedOption(f"{' and '.join(given)} was given, but an n-gram drafter is text alone. Leave it out.")
     return NgramDrafter()
 
 

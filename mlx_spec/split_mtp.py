@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
-from mlx_spec.drafters.packing import DEFAULTS, Packing
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.pairing import load_drafter, settings_folder, target_without_weights
 
@@ -23,13 +22,18 @@ _ABOUT_THE_WHOLE = ("quantization", "quantization_config", "architectures", "aut
 """Settings that are not the prediction layer's."""
 
 
-def split(source: str | Path, out: Path, packing: Packing | None = None) -> Path:
+DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+"""Mode -> group size and bits where none are given, as in mlx-lm."""
+
+
+def split(source: str | Path, out: Path, quantize: Mapping[str, Any] | None = None) -> Path:
     """Read the prediction layer of a checkpoint and write a folder that `load_drafter` reads.
 
     Args:
         source: a folder or a hub id; of a hub repository only the shards with the layer are downloaded.
         out: folder to write; must not exist, or be empty.
-        packing: how to quantize; None keeps the weights as they are, 8-bit floats with scales as bfloat16.
+        quantize: `group_size`, `bits` and `mode`; None keeps the weights as they are, 8-bit floats with scales as
+            bfloat16.
 
     Raises:
         InvalidRequest: `out` holds something.
@@ -40,7 +44,7 @@ def split(source: str | Path, out: Path, packing: Packing | None = None) -> Path
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidRequest(f"{out} exists and is not an empty folder. Name another one, or remove it.")
     target = target_without_weights(source)
-    drafter = load_drafter(source, target, kind="mtp", packing=packing)
+    drafter = load_drafter(source, target, kind="mtp", quantize=quantize)
     if not isinstance(drafter, MtpDrafter):
         raise UnsupportedOption(f"{source} is a drafter of kind {drafter.kind!r}: it needs no splitting")
     tensors = {
@@ -48,12 +52,12 @@ def split(source: str | Path, out: Path, packing: Packing | None = None) -> Path
     }
     out.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(out / "model.safetensors"), tensors, {"format": "mlx"})
-    config = _config(read_config(settings_folder(source)), drafter, packing)
+    config = _config(read_config(settings_folder(source)), drafter, quantize)
     (out / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return out
 
 
-def _config(source: dict[str, Any], drafter: MtpDrafter, packing: Packing | None) -> dict[str, Any]:
+def _config(source: dict[str, Any], drafter: MtpDrafter, quantize: Mapping[str, Any] | None) -> dict[str, Any]:
     text = source.get("text_config", source)
     config: dict[str, Any] = {
         "model_type": drafter.layout.split_type,
@@ -61,8 +65,8 @@ def _config(source: dict[str, Any], drafter: MtpDrafter, packing: Packing | None
         "block_size": drafter.default_width,
         "text_config": {key: value for key, value in text.items() if key not in _ABOUT_THE_WHOLE},
     }
-    if packing is not None:
-        config["quantization"] = packing.entry
+    if quantize is not None:
+        config["quantization"] = dict(quantize)
     return config
 
 
@@ -77,14 +81,19 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
+def _quantize(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.bits is None and args.group_size is None and args.mode is None:
+        return None
+    mode = args.mode or "affine"
+    group_size, bits = DEFAULTS[mode]
+    return {"group_size": args.group_size or group_size, "bits": args.bits or bits, "mode": mode}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
     args = parser().parse_args(arguments)
     try:
-        packing = None
-        if args.bits is not None or args.group_size is not None or args.mode is not None:
-            packing = Packing(args.bits, args.group_size, args.mode or "affine")
-        out = split(args.source, args.out, packing)
+        out = split(args.source, args.out, _quantize(args))
     except MlxSpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -155,7 +155,10 @@ def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_p
         content["architectures"] = ["LlamaForCausalLM"]
         del content["eagle_config"], content["draft_vocab_size"]
 
-    with pytest.raises(CheckpointError, match="does not list the target layers"):
+    with (
+        pytest.warns(UserWarning, match=r"does not list the target layers .* layers \[1, 3, 4\] are taken"),
+        pytest.raises(CheckpointError, match="draft_vocab_size"),
+    ):
         load_drafter(write(tmp_path, original), target())
     folder = write(tmp_path, lambda content: content.update(architectures=["LlamaForCausalLM"], eagle_config=None))
     assert load_drafter(folder, target(), taps=(1, 3, 4)).taps == (1, 3, 4)
@@ -182,7 +185,9 @@ def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedOption, "'dflash' cannot be loaded yet"),
         ({"speculators_model_type": "mtp"}, IncompatiblePair, "cannot serve target 'llama'"),
         ({"speculators_model_type": "medusa"}, UnknownDrafter, "medusa"),
-        ({"model_type": "qwen3"}, CheckpointError, "model_type='qwen3'"),
+        ({"model_type": "qwen2"}, CheckpointError, "model_type='qwen2'"),
+        ({"model_type": "qwen3"}, CheckpointError, "q_norm.weight is missing"),
+        ({"num_target_layers": 9}, IncompatiblePair, "for a target of 9 layers, but target 'llama' has 8"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, IncompatiblePair, "counts hidden states"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 30]}}, IncompatiblePair, "has layers 0..7"),
         ({"vocab_size": 5000}, IncompatiblePair, "vocabulary of 5000"),

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlx_spec.drafters.packing import Packing
-from mlx_spec.errors import UnsupportedOption
-
 if TYPE_CHECKING:
     from mlx_spec.target.model import Target
 
@@ -96,14 +93,3 @@ class Drafter(abc.ABC):
             start: tokens already in the target's cache that the drafter will not be shown. Its first token has
                 this absolute position.
         """
-
-    def quantize(self, packing: Packing) -> None:
-        """Quantize the weights, before the first request is opened.
-
-        Raises:
-            UnsupportedOption: this drafter has none that can be.
-        """
-        del packing
-        raise UnsupportedOption(
-            f"drafter {self.name!r} of kind {self.kind!r} cannot be quantized when loaded. Leave that out."
-        )

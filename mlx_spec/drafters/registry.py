@@ -80,8 +80,14 @@ _LANGUAGE_MODEL_SUFFIX = "ForCausalLM"
 class Family(Protocol):
     """What a package of drafters offers."""
 
-    def load(self, folder: Path, target: Target, taps: Sequence[int] | None = None) -> Drafter:
-        """Read a checkpoint folder for a target."""
+    def load(
+        self,
+        folder: Path,
+        target: Target,
+        taps: Sequence[int] | None = None,
+        quantize: Mapping[str, Any] | None = None,
+    ) -> Drafter:
+        """Read a checkpoint folder for a target, and quantize what was read if asked to."""
         ...
 
 

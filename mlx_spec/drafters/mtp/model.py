@@ -16,12 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.chain import ChainNetwork, ChainState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
-from mlx_spec.drafters.packing import Packing
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.target.model import Target, evaluate_arrays
-
-_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 class Passed(nn.Module):
@@ -177,7 +174,3 @@ class MtpDrafter(Drafter):
     def open(self, target: Target, start: int = 0) -> ChainState:
         """Make the state for one request; see `Drafter.open`."""
         return ChainState(self.network, target, start)
-
-    def quantize(self, packing: Packing) -> None:
-        """See `Drafter.quantize`. Routers stay as they are: which experts are asked hangs on small differences."""
-        packing.apply(self.network.predictor, _ROUTERS)
