@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, read_tensors
 from mlx_spec.drafters.ngram import NgramDrafter
-from mlx_spec.drafters.registry import family, resolve_drafter_kind, validate_drafter_compatibility
+from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.target.model import Target, evaluate_arrays
 
@@ -122,12 +122,14 @@ def load_drafter(
 
 def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Sequence[int] | None) -> Drafter:
     if str(path_or_id) == NGRAM:
-        resolved = resolve_drafter_kind({"model_type": NGRAM}, kind)
+        family = resolve_family({"model_type": NGRAM}, kind)
     else:
         folder = _folder(path_or_id, _DRAFTER_FILES)
-        resolved = resolve_drafter_kind(read_config(folder), kind, read_tensors(folder))
-    if resolved != NGRAM:
-        drafter = family(resolved).load(folder, target, taps)
+        family = resolve_family(read_config(folder), kind, read_tensors(folder))
+    if family.kind != NGRAM:
+        module = open_family(family)
+        check_target(family, target)
+        drafter = module.load(folder, target, taps)
         drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
         return drafter
     if taps is not None:
