@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, read_config, read_tensors
+from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, read_tensors, telling
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
-from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
+from mlx_spec.errors import ModelNotFound, UnsupportedOption
 from mlx_spec.target.model import Target, evaluate_arrays
 
 NGRAM = "ngram"
@@ -55,7 +54,7 @@ def load(
         CheckpointError: mlx-lm cannot load it; the cause is attached.
     """
     folder = _target_folder(path_or_id, revision)
-    with _telling(folder):
+    with telling(folder):
         model, tokenizer = mlx_lm_utils.load(
             str(folder),
             tokenizer_config=dict(tokenizer_config or {}),
@@ -71,7 +70,7 @@ def load(
 def load_without_tokenizer(path_or_id: str | Path) -> Any:
     """A target's model alone, its weights left on disk until they are used. Errors are those of `load`."""
     folder = _target_folder(path_or_id, None)
-    with _telling(folder):
+    with telling(folder):
         model, _ = mlx_lm_utils.load_model(folder, lazy=True)
     return model
 
@@ -81,15 +80,6 @@ def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
     return folder
-
-
-@contextmanager
-def _telling(folder: Path) -> Iterator[None]:
-    """Name the folder in whatever mlx-lm has to say about it."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise CheckpointError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
 
 
 def load_drafter(
@@ -149,11 +139,5 @@ def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | Non
     try:
         return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = _first_line(error)
+        reason = one_line(error)
     raise ModelNotFound(f"no folder {str(path_or_id)!r}, and the hub does not give it: {reason}")
-
-
-def _first_line(error: BaseException) -> str:
-    """What an error says, on one line and of a readable length."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 300 else f"{said[:300]}…"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -108,3 +110,18 @@ def _load(path: Path) -> dict[str, mx.array]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def telling(folder: Path) -> Iterator[None]:
+    """Name the folder in whatever mlx-lm has to say about it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        raise CheckpointError(f"mlx-lm cannot load {folder}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line and of a readable length."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]}…"

@@ -237,7 +237,12 @@ _MTP_WITHOUT_TARGET = (
 
 _WITHOUT_LAYERS_OF_THE_TARGET = (
     Family(name="ngram", kind="ngram", module="mlx_spec.drafters.ngram", model_types=("ngram",), layouts=("none",)),
-    Family(name="standalone", kind="standalone", layouts=("any mlx-lm model",)),
+    Family(
+        name="standalone",
+        kind="standalone",
+        module="mlx_spec.drafters.standalone",
+        layouts=("any mlx-lm model",),
+    ),
 )
 
 FAMILIES: tuple[Family, ...] = (
