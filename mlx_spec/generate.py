@@ -22,6 +22,7 @@ from mlx_spec.certify import CertifiedRoutes, Verify
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
+from mlx_spec.drafters.speculators import select_speculator
 from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.pairing import load_drafter
@@ -188,7 +189,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     target = Target(model)
     drafter = _resolve_drafter(options, target)
     if drafter is not None:
-        _check_method(options.speculative, drafter)
+        _check_method(options.speculative, drafter, target)
         # Also where the drafter will be idle: a wrong pair is told either way.
         drafter.check(target)
         told = drafter.check_tokenizer(options.tokenizer)
@@ -257,14 +258,16 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
         return given
     if isinstance(given, str):
         return load_drafter(given, target=target, kind=kind)
-    raise InvalidRequest(
+    raise UnsupportedOption(
         f"draft_model is a {type(given).__name__}, expected a drafter from load_drafter, a model loaded by mlx-lm, "
         'the path or hub id of either, or "ngram".'
     )
 
 
-def _check_method(config: SpeculativeConfig | None, drafter: Drafter) -> None:
+def _check_method(config: SpeculativeConfig | None, drafter: Drafter, target: Target) -> None:
     method = None if config is None else config.speculative_method
+    if method is not None:
+        select_speculator(target.name, method, drafter.architecture)
     if method is not None and drafter.kind != _KIND_OF_METHOD[method]:
         raise InvalidRequest(
             f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from mlx_spec.errors import ModelNotFound, UnsupportedOption
 from mlx_spec.target.model import Target, evaluate_arrays
 
 NGRAM = "ngram"
+
+_tokenizers: dict[int, Any] = {}
+"""Of the targets loaded here: id of the model, which lives as long as the entry does -> its tokenizer."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -64,6 +68,8 @@ def load(
         )
     if not lazy:
         evaluate_arrays(model)
+    _tokenizers[id(model)] = tokenizer
+    weakref.finalize(model, _tokenizers.pop, id(model), None)
     return model, tokenizer
 
 
@@ -89,6 +95,7 @@ def load_drafter(
 
     Args:
         path_or_id: a local folder, "owner/name" on the Hugging Face hub, or "ngram" for lookup in the text itself.
+            What the folder holds may be an ordinary language model.
         target: an mlx-lm model, or a Target.
         kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
         taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
@@ -98,7 +105,8 @@ def load_drafter(
         CheckpointError: the checkpoint is incomplete, damaged, or of a variant that is not supported.
         UnknownDrafter: nothing says what kind of drafter it is.
         UnsupportedOption: that kind cannot be loaded yet.
-        IncompatiblePair: hidden size, vocabulary or layers do not fit; names both values.
+        IncompatiblePair: hidden size, vocabulary or layers do not fit, or a language model's tokens are not those of
+            the tokenizer that `load` gave with the target; names both values.
         UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
 
     Warns:
@@ -107,6 +115,7 @@ def load_drafter(
     paired = target if isinstance(target, Target) else Target(target)
     drafter = _drafter(path_or_id, paired, kind, taps)
     validate_drafter_compatibility(drafter, paired)
+    drafter.check_tokenizer(_tokenizers.get(id(paired.model)))
     return drafter
 
 
@@ -120,6 +129,7 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Seq
         module = open_family(family)
         check_target(family, target)
         drafter = module.load(folder, target, taps)
+        drafter.architecture = family.architecture
         drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
         return drafter
     if taps is not None:

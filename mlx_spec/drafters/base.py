@@ -72,6 +72,7 @@ class Drafter(abc.ABC):
         default_width: verify width W (proposals + 1) used when the user names none.
         taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
+        architecture: what its checkpoint is; None without a checkpoint of its own.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Drafter(abc.ABC):
     default_width: int
     taps: tuple[int, ...] = ()
     may_propose_fewer: bool = False
+    architecture: str | None = None
 
     @abc.abstractmethod
     def check(self, target: Target) -> None:

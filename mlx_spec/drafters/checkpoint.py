@@ -117,7 +117,7 @@ def telling(folder: Path) -> Iterator[None]:
     """Name the folder in whatever mlx-lm has to say about it."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"mlx-lm cannot load {folder}: {one_line(error)}") from error
 
 

@@ -38,6 +38,11 @@ class Family:
     layouts: tuple[str, ...] = ()
 
     @property
+    def architecture(self) -> str | None:
+        """The usual one; None where the layers come with the target's checkpoint, or there are none."""
+        return self.architectures[0] if self.architectures else None
+
+    @property
     def loadable(self) -> bool:
         """Whether its checkpoints can be loaded now."""
         return self.module is not None and self.absent_target is None

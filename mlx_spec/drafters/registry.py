@@ -23,6 +23,7 @@ from mlx_spec.drafters.families import (
     KNOWN_DRAFTER_KINDS,
     Family,
 )
+from mlx_spec.drafters.speculators import meant_architecture
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
 from mlx_spec.target.model import Target
 
@@ -42,8 +43,7 @@ _NATIVE_TENSOR = re.compile(r"(^|\.)mtp[._]|\.eh_proj\.")
 
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
-_MEANT_UNDER_KIND = {("eagle3", "LlamaForCausalLM"): "LlamaForCausalLMEagle"}
-"""(kind asked for, architecture of an ordinary model) -> the architecture that is meant. The file stays as it is."""
+_METHOD_BY_KIND = {"eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"}
 
 
 class FamilyModule(Protocol):
@@ -166,8 +166,7 @@ def _resolve(config: Mapping[str, Any], wanted: str | None, tensors: Collection[
     architecture = _architecture(config)
     said = _stated(config, architecture) or _by_layers(config, architecture, wanted, tensors)
     if said is None and architecture is not None and architecture.endswith(_LANGUAGE_MODEL_SUFFIXES):
-        meant = _MEANT_UNDER_KIND.get((wanted or "", architecture))
-        said = _row("standalone") if meant is None else _of(FAMILY_BY_ARCHITECTURE[meant])
+        said = _as_asked(config["architectures"], wanted)
     if said is not None:
         if wanted is None or wanted == said.kind:
             return said
@@ -258,6 +257,14 @@ def _unsaid(kind: str) -> _Said:
     """The kind a caller named where the checkpoint says nothing; the family follows where the kind has one."""
     families = [family for family in FAMILIES if family.kind == kind]
     return _Said(kind, families[0] if kind != "mtp" else None)
+
+
+def _as_asked(architectures: Sequence[str], wanted: str | None) -> _Said:
+    """What a language model's architecture means where a kind of drafter was asked for."""
+    method = _METHOD_BY_KIND.get(wanted or "")
+    meant = architectures[0] if method is None else meant_architecture(method, architectures)
+    family = FAMILY_BY_ARCHITECTURE.get(meant)
+    return _row("standalone") if family is None else _of(family)
 
 
 def _mlx_lm_has(model_type: object) -> bool:

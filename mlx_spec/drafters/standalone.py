@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -139,15 +140,23 @@ class _Scratch(NamedTuple):
 
     Attributes:
         tx: holds the pending tokens, the bonus and all proposals but the last.
-        bonus: [B] the bonus it began with.
         pending: committed tokens in it, before the bonus.
-        run: the bonus and the proposals in it.
+        bonus: [B] the bonus it began with.
+        proposals: [B, count] int32.
     """
 
     tx: SpeculativeCacheTransaction
-    bonus: list[int]
     pending: int
-    run: int
+    bonus: Sequence[int]
+    proposals: mx.array
+
+    def agreeing(self, ids: Rows) -> int:
+        """How many of these tokens, [B][n], are the ones that were run, in every row."""
+        # Nothing is waited for: the host has read what the target made of these proposals.
+        run = np.concatenate([np.array(self.bonus)[:, None], np.array(self.proposals)[:, :-1]], axis=1)
+        given = np.array(ids)[:, : run.shape[1]]
+        equal = (given == run[:, : given.shape[1]]).all(axis=0)
+        return int(np.cumprod(equal).sum())
 
 
 class StandaloneState(DrafterState):
@@ -212,20 +221,19 @@ class StandaloneState(DrafterState):
         if not self._takes_blocks:
             self._run_pending()
         pending = self._pending or [[] for _ in bonus]
-        scratch = _Scratch(
-            SpeculativeCacheTransaction(self._caches, self.pending + count), list(bonus), self.pending, count
-        )
+        tx = SpeculativeCacheTransaction(self._caches, self.pending + count)
         try:
             tokens = mx.array([[*row, token] for row, token in zip(pending, bonus, strict=True)], dtype=mx.int32)
             chosen = []
             for _ in range(count):
-                tokens = self._likeliest(self._forward(tokens, scratch.tx))
+                tokens = self._likeliest(self._forward(tokens, tx))
                 chosen.append(tokens)
         except BaseException:
-            scratch.tx.abort()
+            tx.abort()
             raise
-        self._scratch = scratch
-        return mx.concatenate(chosen, axis=1)
+        proposals = mx.concatenate(chosen, axis=1)
+        self._scratch = _Scratch(tx, self.pending, tuple(bonus), proposals)
+        return proposals
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         """Keep what the last proposal ran of these tokens; the rest waits for the next one.
@@ -240,12 +248,10 @@ class StandaloneState(DrafterState):
         del hidden
         scratch, self._scratch = self._scratch, None
         kept = 0
-        if scratch is not None and scratch.bonus == [row[0] for row in ids]:
-            kept = min(len(ids[0]), scratch.run)
+        if scratch is not None:
+            kept = scratch.agreeing(ids)
             scratch.tx.commit(scratch.pending + kept)
             self._pending = []
-        elif scratch is not None:
-            scratch.tx.abort()
         self._append([row[kept:] for row in ids])
         if self.pending > PENDING_LIMIT:
             self._run_pending()
