@@ -9,12 +9,16 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import mlx.core as mx
+from safetensors import SafetensorError, safe_open
 
 from mlx_spec.errors import CheckpointError, ModelNotFound
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 TENSOR_PATTERN = "*.safetensors"
+
+JSON_LIMIT_BYTES = 64 * 2**20
+"""The largest config or index that is read; an index of a hundred thousand tensors has some ten million bytes."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -27,7 +31,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelNotFound(f"no checkpoint folder at {folder}")
     path = folder / CONFIG_NAME
-    if not path.exists():
+    # Neither a pipe nor a device: reading those may never end.
+    if not path.is_file():
         raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
     return _read_object(path)
 
@@ -56,6 +61,8 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > JSON_LIMIT_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, at most {JSON_LIMIT_BYTES} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     # RecursionError: JSON nested thousands deep.
     except (OSError, ValueError, RecursionError) as error:
@@ -98,6 +105,7 @@ def _leaves_folder(name: str) -> bool:
 
 
 def _load(path: Path) -> dict[str, mx.array]:
+    _require_sound(path)
     try:
         loaded = mx.load(str(path))
     except (RuntimeError, ValueError, OSError) as error:
@@ -106,6 +114,17 @@ def _load(path: Path) -> dict[str, mx.array]:
         ) from None
     assert isinstance(loaded, dict)  # what mx.load gives for this suffix
     return loaded
+
+
+def _require_sound(path: Path) -> None:
+    """Refuse a file whose header does not account for its bytes: too long a header, holes, overlaps, unknown dtypes."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {_first_line(error)}. Download or convert it again."
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

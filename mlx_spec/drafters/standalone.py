@@ -292,13 +292,18 @@ class StandaloneState(DrafterState):
 
 
 def _require_numbers(model: nn.Module, folder: Path) -> None:
-    floats = [
-        (name, array) for name, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)
-    ]
-    clean = [not mx.isnan(array).any().item() for _, array in floats]
-    named = [name for (name, _), is_clean in zip(floats, clean, strict=True) if not is_clean]
-    if named:
-        raise CheckpointError(f"{folder}: {', '.join(named)} {'holds' if len(named) == 1 else 'hold'} NaN")
+    """Refuse NaN, and integers where a module that is not quantized wants floats."""
+    parameters = dict(tree_flatten(model.parameters()))
+    problems = []
+    for name, array in parameters.items():
+        owner, _, own = name.rpartition(".")
+        if mx.issubdtype(array.dtype, mx.floating):
+            if mx.isnan(array).any().item():
+                problems.append(f"{name} holds NaN")
+        elif own in ("weight", "bias") and f"{owner}.scales" not in parameters:
+            problems.append(f"{name} has dtype {str(array.dtype).removeprefix('mlx.core.')}, wanted floats")
+    if problems:
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}")
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

@@ -79,7 +79,7 @@ def test_after_every_round_the_caches_are_those_of_one_token_decode_over_the_com
 
 @pytest.mark.parametrize("mix", DRAFTING)
 def test_a_round_of_each_outcome_leaves_what_a_cold_drafter_has(mix: str) -> None:
-    for accepted in (0, 1, 3, 4):
+    for accepted in (0, 2, 4):
         state = open_state(mix)
         state.read_prompt([list(PROMPT)], None)
         text = [*PROMPT, *run_round(state, 11, 4, accepted)]
@@ -102,7 +102,7 @@ def test_tokens_that_were_not_proposed_are_run_as_they_are(mix: str) -> None:
 
 
 @pytest.mark.parametrize("mix", DRAFTING)
-@pytest.mark.parametrize("parked", [1, 5, PENDING_LIMIT, PENDING_LIMIT + 1, 2 * PENDING_LIMIT + 9])
+@pytest.mark.parametrize("parked", [5, 2 * PENDING_LIMIT + 9])
 def test_a_parked_stretch_is_read_before_the_next_proposal(mix: str, parked: int) -> None:
     state, cold = open_state(mix), open_state(mix)
     stretch = [(7 * index + 3) % VOCAB for index in range(parked)]
@@ -187,7 +187,7 @@ def forwards(model: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("mix", DRAFTING)
-@pytest.mark.parametrize("accepted", [0, 2, 4])
+@pytest.mark.parametrize("accepted", [2, 4])
 def test_a_round_costs_as_many_forwards_as_proposals_and_one_more_where_blocks_cannot_be_cut(
     mix: str, accepted: int
 ) -> None:
@@ -231,8 +231,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(mix: str) -> None:
         assert counted.accepted_tokens == counted.proposed_tokens == 29
 
 
-@pytest.mark.parametrize("choice", ["greedy", "top_p", "sampled_penalties"])
-@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize(("width", "choice"), [(2, "sampled_penalties"), (5, "greedy")])
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_ids_are_those_of_one_token_decode_whoever_drafts(mix: str, width: int, choice: str) -> None:
     run = stock(mix, choice, 3)

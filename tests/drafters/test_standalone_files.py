@@ -149,6 +149,10 @@ def damaged(folder: Path, edit: Callable[[dict[str, mx.array]], object]) -> Path
             lambda tensors: tensors.update({"model.norm.weight": mx.full((24,), float("nan"))}),
             "model.norm.weight holds NaN",
         ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": mx.zeros((96, 24), mx.int32)}),
+            "lm_head.weight has dtype int32, wanted floats",
+        ),
     ],
 )
 def test_a_damaged_tensor_is_named(tmp_path: Path, edit: Callable[[dict[str, mx.array]], object], words: str) -> None:
