@@ -31,8 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelNotFound(f"no checkpoint folder at {folder}")
     path = folder / CONFIG_NAME
-    # Neither a pipe nor a device: reading those may never end.
-    if not path.is_file():
+    if not path.exists():
         raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
     return _read_object(path)
 
@@ -60,6 +59,9 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    # Reading a pipe or a device may never end.
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
     try:
         if path.stat().st_size > JSON_LIMIT_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes, at most {JSON_LIMIT_BYTES} are read")
