@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import mlx.core as mx
+from safetensors import SafetensorError, safe_open
 
 from mlx_spec.errors import CheckpointError, ModelNotFound
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 TENSOR_PATTERN = "*.safetensors"
+
+JSON_LIMIT_BYTES = 64 * 2**20
+"""The largest config or index that is read; an index of a hundred thousand tensors has some ten million bytes."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,12 @@ def files_holding(folder: Path, wanted: Callable[[str], bool]) -> list[TensorFil
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    # Reading a pipe or a device may never end.
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
     try:
+        if path.stat().st_size > JSON_LIMIT_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, at most {JSON_LIMIT_BYTES} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     # RecursionError: JSON nested thousands deep.
     except (OSError, ValueError, RecursionError) as error:
@@ -179,6 +189,7 @@ def _load(path: Path) -> dict[str, mx.array]:
 
 
 def _load_with_metadata(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    _require_sound(path)
     try:
         loaded, metadata = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
@@ -190,5 +201,31 @@ def _load_with_metadata(path: Path) -> tuple[dict[str, mx.array], dict[str, str]
     return loaded, metadata
 
 
+def _require_sound(path: Path) -> None:
+    """Refuse a file whose header does not account for its bytes: too long a header, holes, overlaps, unknown dtypes."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {_first_line(error)}. Download or convert it again."
+        ) from None
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def telling(folder: Path) -> Iterator[None]:
+    """Name the folder in whatever mlx-lm has to say about it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"mlx-lm cannot load {folder}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line and of a readable length."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]}…"

@@ -8,6 +8,7 @@ from mlx_spec.rounds.base import DraftedLoop, RoundLoop
 from mlx_spec.rounds.hidden import HiddenLoop
 from mlx_spec.rounds.ngram import NgramLoop
 from mlx_spec.rounds.plain import PlainLoop
+from mlx_spec.rounds.standalone import StandaloneLoop
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
 
@@ -16,6 +17,7 @@ ROUND_LOOPS: dict[str, type[DraftedLoop]] = {
     "mtp": HiddenLoop,
     "ngram": NgramLoop,
     "callable": NgramLoop,
+    "standalone": StandaloneLoop,
 }
 """Drafter kind -> loop. A request without a drafter runs the plain loop."""
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_that_lost_the_layer_its_config_declares_says_so_and_the_wa
 
     folder = write(tmp_path / "a", family, edit_tensors=converted)
     with pytest.raises(CheckpointError) as refused:
-        parameters(folder, family)
+        parameters(folder, family, kind="mtp")
     message = str(refused.value)
     declared = "num_nextn_predict_layers=1" if family == "deepseek_v3" else "mtp_num_hidden_layers=1"
     assert f"no prediction layer although config.json says {declared}" in message
@@ -211,7 +211,7 @@ def test_a_side_file_in_the_repository_is_downloaded_without_the_shards(
     own = {name: array for name, array in tensors.items() if name.startswith(names_of(FAMILY).place)}
     mx.save_safetensors(str(repository / "model-mtp.safetensors"), own)
     fetched = hub(repository)
-    assert_same(parameters("owner/target"), expected)
+    assert_same(parameters("owner/target", kind="mtp"), expected)
     assert fetched == ["config.json", INDEX, "model-mtp.safetensors"]
 
 
@@ -221,7 +221,7 @@ def test_a_converted_repository_is_refused_before_its_weights_are_downloaded(
     repository = sharded(tmp_path / "repository", indexed=False)
     fetched = hub(repository)
     with pytest.raises(CheckpointError, match="Give the original repository"):
-        parameters("owner/target")
+        parameters("owner/target", kind="mtp")
     assert fetched == ["config.json", INDEX]
 
 

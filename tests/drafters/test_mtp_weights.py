@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.mtp.model import MtpDrafter
-from mlx_spec.errors import CheckpointError, IncompatiblePair
+from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter
 from mlx_spec.pairing import load_drafter
 from tests.drafters.native import FIXTURES, build_target
 from tests.tiny_mtp import FAMILIES, checkpoint, names_of, target, write
@@ -156,10 +156,18 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_setting_that_is_left_out_is_the_targets(family: str, tmp_path: Path) -> None:
     expected = parameters(load(write(tmp_path / "whole", family), family))
-    for key in text_of(checkpoint(family)[0]):
+    config = checkpoint(family)[0]
+    for key in text_of(config):
+        if key == "model_type" and "text_config" not in config:
+            continue  # it says which family this is
         folder = write(tmp_path / key, family, lambda config, key=key: text_of(config).pop(key))  # type: ignore[misc]
         got = parameters(load(folder, family))
         assert all(mx.array_equal(array, got[name]) for name, array in expected.items()), key
+
+
+def test_a_missing_model_type_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", "glm4_moe", lambda config: config.pop("model_type"))
+    assert "model_type None" in refusal(folder, "glm4_moe", UnknownDrafter)
 
 
 WITHOUT_MEANING_HERE = frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import TensorFile, files_holding, indexed_names, read_config
+from mlx_spec.drafters.checkpoint import TensorFile, files_holding, indexed_names
 from mlx_spec.drafters.mtp.block_scales import dequantized
 from mlx_spec.drafters.mtp.layouts import LAYOUT_BY_ARCHITECTURE, SPLIT_SUFFIX, Layout
 from mlx_spec.errors import CheckpointError
@@ -54,16 +54,17 @@ def places_of(layout: Layout, layers: int) -> tuple[str, ...]:
     return tuple(place.format(n=layers) for place in layout.places)
 
 
-def files_to_fetch(folder: Path, target: Target) -> list[str] | None:
+def files_to_fetch(folder: Path, target: Target, asked_for: bool) -> list[str] | None:
     """Which files of a target's own repository hold its prediction layer, told by the index.
 
     Args:
         folder: has the repository's JSON files.
         target: what will be drafted for.
+        asked_for: a prediction layer is wanted, whatever else the repository may serve as.
 
     Returns:
         Patterns of file names; those of files beside the index are among them. None where the whole repository is
-        wanted: it has no index, or is not said to have a prediction layer.
+        wanted: its index names no such layer, or it has none.
     """
     layout = LAYOUT_BY_ARCHITECTURE.get(target.name)
     index = indexed_names(folder)
@@ -71,7 +72,7 @@ def files_to_fetch(folder: Path, target: Target) -> list[str] | None:
         return None
     places = places_of(layout, target.layer_count)
     named = {file for name, file in index.items() if name.startswith(places)}
-    return [*sorted(named), SIDE_FILES] if named or declared_counts(read_config(folder)) else None
+    return [*sorted(named), SIDE_FILES] if named or asked_for else None
 
 
 def declared_counts(config: Mapping[str, Any]) -> list[str]:
