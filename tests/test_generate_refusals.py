@@ -104,8 +104,12 @@ def test_a_text_without_a_token_is_refused_where_text_is_wanted() -> None:
 # Drafters and widths
 
 
-def test_a_small_language_model_cannot_draft_yet() -> None:
-    refuse(UnsupportedOption, "small language model", "ngram", "EAGLE-3", draft_model=tiny_model(1))
+def test_a_language_model_with_another_vocabulary_is_refused_with_both_sizes() -> None:
+    refuse(IncompatiblePair, "vocabulary of 41", "96", draft_model=tiny_model(1, vocab_size=41))
+
+
+def test_a_language_model_is_of_its_own_kind() -> None:
+    refuse(InvalidRequest, "'eagle3'", "'standalone'", draft_model=tiny_model(1), draft_kind="eagle3")
 
 
 def test_something_that_is_no_drafter_at_all_is_named_by_its_type() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -72,6 +72,7 @@ class Drafter(abc.ABC):
         default_width: verify width W (proposals + 1) used when the user names none.
         taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
+        architecture: what its checkpoint is; None without a checkpoint of its own.
     """
 
     kind: str
@@ -79,10 +80,24 @@ class Drafter(abc.ABC):
     default_width: int
     taps: tuple[int, ...] = ()
     may_propose_fewer: bool = False
+    architecture: str | None = None
 
     @abc.abstractmethod
     def check(self, target: Target) -> None:
         """Raise IncompatiblePair if this drafter cannot serve the target. Names both values."""
+
+    def check_tokenizer(self, tokenizer: Any | None) -> str:
+        """Raise IncompatiblePair if the target's tokenizer gives ids another meaning than this drafter does.
+
+        Args:
+            tokenizer: the target's, with `get_vocab` and `get_added_vocab`; None when the caller has none.
+
+        Returns:
+            A sentence for the statistics; empty when there is nothing to tell. Default: a drafter made for one
+            target has that target's tokens.
+        """
+        del tokenizer
+        return ""
 
     @abc.abstractmethod
     def open(self, target: Target, start: int = 0) -> DrafterState:

@@ -19,11 +19,13 @@ class RoundLoop(abc.ABC):
         name: what the statistics call it.
         taps: 0-based target layers whose outputs it wants, ascending.
         pipelined: the next round needs no host knowledge of this one, so it is dispatched before this one is read.
+        remembers: the drafter works from a memory of the text, so what it was not shown makes it worse.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     pipelined: bool = False
+    remembers: bool = False
 
     @abc.abstractmethod
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
