@@ -13,6 +13,8 @@ from mlx_spec.errors import CheckpointError, ModelNotFound
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 TENSOR_PATTERN = "*.safetensors"
+WEIGHTS_PATTERN = "model*.safetensors"
+"""Files of this name hold a model's weights, as mlx-lm has it; what lies beside them is something else."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -33,7 +35,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """Every tensor of the folder's safetensors files, under the names they have there.
 
-    With a `model.safetensors.index.json` the files it names are read, otherwise all `*.safetensors`.
+    With a `model.safetensors.index.json` the files it names are read, otherwise all `model*.safetensors`, or all
+    `*.safetensors` where no file is called so.
 
     Returns:
         name -> array, lazy: the values are read from the file when first evaluated.
@@ -67,7 +70,9 @@ def _tensor_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.exists():
         return _indexed_files(index)
-    files = sorted(path for path in folder.glob(TENSOR_PATTERN) if path.is_file())
+    patterns = (WEIGHTS_PATTERN, TENSOR_PATTERN)
+    found = (sorted(path for path in folder.glob(pattern) if path.is_file()) for pattern in patterns)
+    files = next(filter(None, found), [])
     if not files:
         raise CheckpointError(
             f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."
