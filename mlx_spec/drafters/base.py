@@ -21,6 +21,15 @@ class DrafterState(abc.ABC):
     Between calls the state is a function of the committed tokens (and their true hidden states) alone.
     """
 
+    def look_at(self, caches: Sequence[Any]) -> None:
+        """Told once, before anything else: the target's caches of this request. Default: of no interest.
+
+        Args:
+            caches: changed in place from round to round. May be read in `propose` alone, when no round is open on
+                them and they hold exactly the committed tokens; never to be written or kept a part of.
+        """
+        del caches
+
     @abc.abstractmethod
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
         """Read one prefill chunk.

@@ -17,6 +17,8 @@ from mlx_spec.errors import CheckpointError, ModelNotFound
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 TENSOR_PATTERN = "*.safetensors"
+WEIGHTS_PATTERN = "model*.safetensors"
+"""Files of this name hold a model's weights, as mlx-lm has it; what lies beside them is something else."""
 
 JSON_LIMIT_BYTES = 64 * 2**20
 """The largest config or index that is read; an index of a hundred thousand tensors has some ten million bytes."""
@@ -55,7 +57,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, mx.array]:
     """Every tensor of the folder's safetensors files, under the names they have there.
 
-    With a `model.safetensors.index.json` the files it names are read, otherwise all `*.safetensors`.
+    With a `model.safetensors.index.json` the files it names are read, otherwise all `model*.safetensors`, or all
+    `*.safetensors` where no file is called so.
 
     Returns:
         name -> array, lazy: the values are read from the file when first evaluated.
@@ -147,7 +150,7 @@ def _tensor_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.exists():
         return _indexed_files(index)
-    files = _present(folder)
+    files = [path for path in _present(folder) if path.match(WEIGHTS_PATTERN)] or _present(folder)
     if not files:
         raise CheckpointError(
             f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."

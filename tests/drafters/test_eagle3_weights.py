@@ -229,7 +229,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path)
-    mx.save_safetensors(str(folder / "zweitens.safetensors"), {"norm.weight": mx.zeros((32,))})
+    mx.save_safetensors(str(folder / "model-2.safetensors"), {"norm.weight": mx.zeros((32,))})
     assert "norm.weight" in refusal(folder)
 
 
