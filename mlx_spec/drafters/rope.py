@@ -104,7 +104,9 @@ def _kind(nested: Mapping[str, Any], path: Path) -> str:
         raise CheckpointError(f"{path}: rope_type {named[0]!r} and type {named[1]!r} contradict each other; keep one")
     for kind in named:
         if not isinstance(kind, str) or kind not in _KEYS_BY_TYPE:
-            raise CheckpointError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(_KEYS_BY_TYPE)}")
+            raise CheckpointError(
+                f"{path}: rope type {kind!r} is not supported; rope_type may be {', '.join(_KEYS_BY_TYPE)}"
+            )
     return named[0] if named else "default"
 
 
