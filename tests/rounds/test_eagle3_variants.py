@@ -9,6 +9,7 @@ import pytest
 
 from mlx_spec.generate import generate_step
 from mlx_spec.stats import Statistics
+from mlx_spec.target.model import Target
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, run_stock
 from tests.planted_eagle import PLANTED, planted_variant
@@ -74,6 +75,34 @@ def test_text_is_that_of_the_stock_loop_where_blocks_round_differently(variant: 
         )
     assert_same_output(got, want, LONG)
     assert statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("stop_after", [2, 17, LONG])
+@pytest.mark.parametrize("variant", ["two_layers", "eagle31", "latent"])
+def test_after_a_run_the_drafter_is_where_one_is_that_read_the_text(
+    variant: str, stop_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, opened = planted_variant(variant), []
+    monkeypatch.setattr(drafter, "open", lambda target, start=0: opened.append(open_state(target, start)) or opened[-1])
+    open_state = type(drafter).open.__get__(drafter)
+    mix = MIXES[PLANTED[variant].mix]
+    got = speculate(
+        mix, drafter, stop_after, draft_block_size=WIDTH, max_tokens=LONG, prefill_step_size=PREFILLS["chunks"]
+    )
+    (state,) = opened
+    state.abort()
+    read = state._caches[0].offset + state.pending
+    assert read >= len(PROMPT)
+    ids, target = [*PROMPT, *got.ids][:read], Target(mix.model())
+    target.attach_taps(drafter.taps)
+    hidden = target.forward(mx.array([ids]), mix.new_cache(), drafter.taps).hidden
+    cold = open_state(target, 0)
+    cold.read_prompt([ids], hidden)
+    state._run_pending()
+    for ours, theirs in zip(state._caches, cold._caches, strict=True):
+        assert ours.offset == theirs.offset == read - 1
+        for left, right in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert mx.allclose(left[..., : read - 1, :], right[..., : read - 1, :], rtol=1e-4, atol=1e-4).item()
 
 
 def test_a_quantized_drafter_is_quantized_and_its_target_is_as_it_was() -> None:
