@@ -26,7 +26,9 @@ _KEYS_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-_SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Sections give each axis of an image its share of the frequencies; all axes of a text have one position.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+_SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SECTIONS)
 
 
 @dataclass(frozen=True)
