@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.eagle3.config import Eagle3Config
-from mlx_spec.drafters.eagle3.keys import SUPPORTED
+from mlx_spec.drafters.eagle3.keys import REPEATING_ARCHITECTURE, SUPPORTED
 from mlx_spec.drafters.eagle3.layers import Eagle3Modules
 from mlx_spec.drafters.quantization import Quantization, quantize_as_stored
 from mlx_spec.errors import CheckpointError
@@ -229,13 +229,23 @@ def _to_int(array: mx.array) -> int:
     return value
 
 
+_HINTS = {
+    "lm_head.weight has shape": "The rows of lm_head are draft_vocab_size, or vocab_size where it is absent.",
+    "fc.weight has shape": (
+        "The columns of fc are the number of tapped layers times target_hidden_size (or hidden_size)."
+    ),
+    "_proj.weight has shape": (
+        "Heads have head_dim entries, or hidden_size / num_attention_heads where it is absent; a second layer reads "
+        f"the embedding too if architectures is {REPEATING_ARCHITECTURE!r}."
+    ),
+    ".bias belongs": "Biases are asked for by attention_bias, mlp_bias and bias.",
+}
+
+
 def _hint(problems: list[str]) -> str:
-    hints = []
-    if any(problem.startswith("lm_head.weight has shape") for problem in problems):
-        hints.append("The rows of lm_head are config.json's draft_vocab_size, or vocab_size where it is absent.")
-    if any(problem.startswith("fc.weight has shape") for problem in problems):
-        hints.append("The columns of fc are the number of tapped layers times target_hidden_size (or hidden_size).")
-    return " ".join([*hints, SUPPORTED])
+    """What the config says about the tensors that are wrong."""
+    said = "; ".join(problems)
+    return " ".join([*(hint for words, hint in _HINTS.items() if words in said), SUPPORTED])
 
 
 def _target_ids(d2t: mx.array, config: Eagle3Config, folder: Path) -> mx.array:
