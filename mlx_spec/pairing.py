@@ -121,20 +121,22 @@ def load_drafter(
 
 def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Sequence[int] | None) -> Drafter:
     if str(path_or_id) == NGRAM:
-        family = resolve_family({"model_type": NGRAM}, kind)
-    else:
-        folder = _folder(path_or_id, _DRAFTER_FILES)
-        family = resolve_family(read_config(folder), kind, read_tensors(folder))
-    if family.kind != NGRAM:
-        module = open_family(family)
-        check_target(family, target)
-        drafter = module.load(folder, target, taps)
-        drafter.architecture = family.architecture
-        drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
-        return drafter
-    if taps is not None:
-        raise UnsupportedOption(f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out.")
-    return NgramDrafter()
+        resolve_family({"model_type": NGRAM}, kind)
+        if taps is not None:
+            raise UnsupportedOption(
+                f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out."
+            )
+        return NgramDrafter()
+    folder = _folder(path_or_id, _DRAFTER_FILES)
+    family = resolve_family(read_config(folder), kind, read_tensors(folder))
+    if family.name == NGRAM:
+        raise UnsupportedOption(f"an n-gram drafter has no checkpoint: give {NGRAM!r} in place of {folder}.")
+    module = open_family(family)
+    check_target(family, target)
+    drafter = module.load(folder, target, taps)
+    drafter.architecture = family.architecture
+    drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
+    return drafter
 
 
 def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:

@@ -169,6 +169,14 @@ def test_ngram_needs_no_checkpoint() -> None:
         load_drafter("ngram", target(), taps=(1,))
 
 
+def test_a_folder_is_no_ngram_drafter(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path, lambda content: content.clear(), lambda content: content.pop("midlayer.hidden_norm.weight")
+    )
+    with pytest.raises(UnsupportedOption, match="give 'ngram' in place of"):
+        load_drafter(folder, target(), kind="ngram")
+
+
 def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
     with pytest.warns(UserWarning, match="'mtp' was asked for, but the checkpoint is 'eagle3'") as warned:
         assert load_drafter(FLAT, target(), kind="mtp").kind == "eagle3"
