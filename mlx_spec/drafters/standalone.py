@@ -211,7 +211,7 @@ class StandaloneState(DrafterState):
             count: proposals wanted, >= 1.
 
         Returns:
-            [B, count] int32 ids, each in the vocabulary of both models, greedy, lazy.
+            [B, count] int32 ids, each in the vocabulary of both models, greedy, dispatched and not waited for.
 
         Cost:
             `count` forwards, the first over the pending tokens as well; one more when tokens are pending and the
@@ -227,6 +227,8 @@ class StandaloneState(DrafterState):
             chosen = []
             for _ in range(count):
                 tokens = self._likeliest(self._forward(tokens, tx))
+                # In one lazy graph every in-place write of the caches would copy its buffer.
+                mx.async_eval(tokens)
                 chosen.append(tokens)
         except BaseException:
             tx.abort()
