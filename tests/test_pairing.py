@@ -147,6 +147,7 @@ def test_a_drafter_is_loaded_for_a_model_or_a_target(as_model: bool) -> None:
     loaded = load_drafter(str(FLAT), target=target().model if as_model else target())
     assert isinstance(loaded, Eagle3Drafter)
     assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("eagle3", "safeailab", (1, 3, 4), 3)
+    assert loaded.architecture == "LlamaForCausalLMEagle3"
 
 
 def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_path: Path) -> None:
@@ -207,6 +208,7 @@ def test_a_language_model_drafts_for_a_target() -> None:
     loaded = load_drafter(FOLDER / "target", target())
     assert isinstance(loaded, StandaloneDrafter)
     assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("standalone", "target", (), 3)
+    assert loaded.architecture is None
     with pytest.raises(UnsupportedOption, match="taps="):
         load_drafter(FOLDER / "target", target(), taps=(1,))
 
