@@ -175,6 +175,7 @@ _MTP = (
     Family(
         name="gemma4_assistant",
         kind="mtp",
+        module="mlx_spec.drafters.gemma4_assistant",
         architectures=("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
         model_types=("gemma4_assistant", "gemma4_unified_assistant"),
         targets=("gemma4", "gemma4_text"),

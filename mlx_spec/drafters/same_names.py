@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
 from mlx_spec.errors import CheckpointError
 
@@ -24,10 +22,8 @@ _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 def fill(network: nn.Module, tensors: Mapping[str, mx.array], folder: Path) -> None:
     """Give every parameter the tensor of its name.
 
-    Parts whose scales are among the tensors become quantized ones first; their settings follow from shapes and dtypes.
-
     Args:
-        network: changed in place; evaluated.
+        network: changed in place and evaluated; where the files are quantized it is already.
         tensors: name -> array, as in the files.
         folder: where they are from, for messages.
 
@@ -35,7 +31,6 @@ def fill(network: nn.Module, tensors: Mapping[str, mx.array], folder: Path) -> N
         CheckpointError: names every tensor that is missing, misshapen, of a wrong dtype, not finite or unknown.
             The network is not to be used then.
     """
-    _quantize_as_stored(network, tensors, folder)
     wanted: dict[str, mx.array] = dict(tree_flatten(network.parameters()))
     faults = [f"{name} {fault}" for name, like in wanted.items() if (fault := _fault(tensors.get(name), like))]
     unknown = [name for name in tensors if name not in wanted and not _IGNORED.fullmatch(name)]
@@ -59,19 +54,6 @@ def _fault(array: mx.array | None, like: mx.array) -> str | None:
     if array.dtype in _FLOATS and not mx.isfinite(array).all().item():
         return "holds NaN or infinity"
     return None
-
-
-def _quantize_as_stored(network: nn.Module, tensors: Mapping[str, mx.array], folder: Path) -> None:
-    def packing(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(part, "to_quantized") or not {f"{path}.scales", f"{path}.weight"} <= tensors.keys():
-            return False
-        try:
-            found: dict[str, Any] = infer_quant_config(path, part, tensors)
-        except (ValueError, ZeroDivisionError) as error:
-            raise CheckpointError(f"{folder}: {path}.scales: {error}") from None
-        return found
-
-    nn.quantize(network, class_predicate=packing)
 
 
 def _short(dtype: mx.Dtype) -> str:

@@ -25,7 +25,7 @@ from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.checkpoint import telling
 from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
-from mlx_spec.sampling import random_key, rewind_random_state
+from mlx_spec.sampling import random_state_kept
 from mlx_spec.target.model import Target, evaluate_arrays
 
 DEFAULT_WIDTH = 3
@@ -55,11 +55,8 @@ def load(
     del target
     if taps is not None:
         raise UnsupportedOption(f"taps={tuple(taps)} was given, but a language model reads no layer. Leave it out.")
-    key = random_key()
-    with telling(folder):
+    with telling(folder), random_state_kept():
         model, _ = load_model(folder)
-    # Making a model draws its first weights; the caller's text must not depend on that.
-    rewind_random_state(key.tolist())  # type: ignore[arg-type]
     _require_numbers(model, folder)
     if quantize is not None:
         quantize_on_load(model, quantize)

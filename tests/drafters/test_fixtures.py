@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.drafters import parity_eagle3, parity_mtp
+from tests.drafters import parity_eagle3, parity_gemma4_assistant, parity_mtp
 from tests.drafters.parity import Comparison, Fixture, find
 
-LAYOUTS = (parity_eagle3.LAYOUT, parity_mtp.LAYOUT)
+LAYOUTS = (parity_gemma4_assistant.LAYOUT, parity_eagle3.LAYOUT, parity_mtp.LAYOUT)
 """How to compare, by what the golden file holds."""
 
 OWN = Path(__file__).parent.parent / "fixtures"

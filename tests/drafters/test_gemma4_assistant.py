@@ -325,9 +325,20 @@ def test_quantized_weights_are_read_as_they_are_stored(tmp_path: Path) -> None:
         parts = mx.quantize(tensors.pop("pre_projection.weight"), group_size=32, bits=8)
         tensors.update(zip((f"pre_projection.{part}" for part in ("weight", "scales", "biases")), parts, strict=True))
 
-    plain, quantized = load(write(tmp_path / "a")), load(write(tmp_path / "b", edit=packed))
+    settings = config(quantization={"group_size": 32, "bits": 8})
+    plain, quantized = load(write(tmp_path / "a")), load(write(tmp_path / "b", settings, packed))
     assert quantized.network.pre_projection.bits == 8
     assert read_text(quantized, 6).propose([4], 3).tolist() == read_text(plain, 6).propose([4], 3).tolist()
+    with pytest.raises(CheckpointError, match=r"pre_projection.scales"):
+        load(write(tmp_path / "c", edit=packed))
+
+
+def test_weights_are_quantized_when_loaded(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with pytest.warns(UserWarning, match=r"gate_proj"):
+        packed = gemma4_assistant.load(folder, target(), quantize={"group_size": 32, "bits": 8})
+    assert packed.network.pre_projection.bits == 8
+    assert read_text(packed, 6).propose([4], 3).tolist() == read_text(load(folder), 6).propose([4], 3).tolist()
 
 
 def test_loading_leaves_the_random_state_alone(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.chain import ChainNetwork, ChainState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.sampling import random_key, rewind_random_state
+from mlx_spec.sampling import random_state_kept
 from mlx_spec.target.model import Target, evaluate_arrays
 
 
@@ -63,7 +62,7 @@ def new_predictor(layout: Layout, target: Target) -> tuple[Predictor, nn.Module]
         Nothing is evaluated. The thread's random state is left as it was, though mlx draws first weights from it.
     """
     args = prediction_args(layout, target)
-    with _random_state_kept():
+    with random_state_kept():
         module = importlib.import_module(f"mlx_lm.models.{layout.module}")
         sole = getattr(module, layout.model)(args)
         sole.model.embed_tokens = Passed()
@@ -80,15 +79,6 @@ def target_args(target: Target) -> Any:
 def prediction_args(layout: Layout, target: Target) -> Any:
     """The target's arguments, changed so that the only layer is one that predicts."""
     return dataclasses.replace(copy.deepcopy(target_args(target)), **layout.sole_layer)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    key: list[int] = random_key().tolist()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        rewind_random_state(key)
 
 
 class MtpNetwork(ChainNetwork):
