@@ -313,6 +313,23 @@ class SpeculativeConfig(BaseModel):
             )
         return self.num_speculative_tokens
 
+    def check_trained_width(self, trained: int | None, drafter: str) -> None:
+        """Refuse another number of proposals than a block drafter's checkpoint was trained for.
+
+        Args:
+            trained: verify width of the checkpoint; None where it has none.
+            drafter: its name, for the message.
+
+        Raises:
+            InvalidRequest: names both numbers.
+        """
+        asked = self.num_speculative_tokens if self.is_dflash() else None
+        if asked is not None and trained is not None and trained != asked + 1:
+            raise InvalidRequest(
+                f"num_speculative_tokens={asked}, but the checkpoint of {drafter} fixes it at {trained - 1}. "
+                "Give that, or leave it out; draft_block_size asks for narrower rounds."
+            )
+
     @property
     def verify_width_schedule(self) -> list[tuple[int, int, int]] | None:
         """The verify-width schedule as ascending (start, end, count) triples; None when there is none."""

@@ -22,6 +22,8 @@ from mlx_spec.certify import CertifiedRoutes, Verify
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
+from mlx_spec.drafters.speculators import select_speculator
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.pairing import load_drafter
 from mlx_spec.request import Request
@@ -75,6 +77,7 @@ class _Options:
     input_embeddings: mx.array | None = None
     eos_token_ids: Sequence[int] = ()
     statistics: Statistics | None = None
+    tokenizer: Any = None
 
     def check(self) -> None:
         """Refuse what cannot be honoured, before anything is loaded or run."""
@@ -186,9 +189,12 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     target = Target(model)
     drafter = _resolve_drafter(options, target)
     if drafter is not None:
-        _check_method(options.speculative, drafter)
+        _check_method(options.speculative, drafter, target)
         # Also where the drafter will be idle: a wrong pair is told either way.
         drafter.check(target)
+        told = drafter.check_tokenizer(options.tokenizer)
+        if told:
+            statistics.note(told)
     caches = _resolve_caches(options, model, statistics)
     request = Request(
         prompt=_prompt_ids(prompt),
@@ -215,7 +221,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
         drafter = None
     start = tokens_held(caches)
     loop = open_loop(drafter, target, start, statistics)
-    if loop.taps and start:
+    if start and (loop.taps or loop.remembers):
         statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
     statistics.drafter = "none" if drafter is None else drafter.name
     statistics.loop = loop.name
@@ -244,6 +250,8 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
         if kind != "ngram":
             raise InvalidRequest(f"draft_kind={kind!r} needs a draft_model.")
         return NgramDrafter()
+    if isinstance(given, nn.Module):
+        given = StandaloneDrafter(given)
     if isinstance(given, Drafter):
         if kind not in (None, given.kind):
             raise InvalidRequest(f"draft_kind={kind!r} contradicts the drafter, which is of kind {given.kind!r}.")
@@ -251,24 +259,21 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
     if isinstance(given, str):
         return load_drafter(given, target=target, kind=kind)
     raise UnsupportedOption(
-        f"draft_model is a {type(given).__name__}. A small language model cannot draft yet; "
-        'give "ngram", a drafter from load_drafter, or the path of an EAGLE-3 checkpoint.'
+        f"draft_model is a {type(given).__name__}, expected a drafter from load_drafter, a model loaded by mlx-lm, "
+        'the path or hub id of either, or "ngram".'
     )
 
 
-def _check_method(config: SpeculativeConfig | None, drafter: Drafter) -> None:
+def _check_method(config: SpeculativeConfig | None, drafter: Drafter, target: Target) -> None:
     method = None if config is None else config.speculative_method
+    if method is not None and drafter.architecture is not None:
+        select_speculator(target.name, method, drafter.architecture)
     if method is not None and drafter.kind != _KIND_OF_METHOD[method]:
         raise InvalidRequest(
             f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "
             f"but {drafter.name} is of kind {drafter.kind!r}."
         )
-    asked = None if config is None or not config.is_dflash() else config.num_speculative_tokens
-    if asked is not None and drafter.trained_width not in (None, asked + 1):
-        raise InvalidRequest(
-            f"num_speculative_tokens={asked}, but the checkpoint of {drafter.name} fixes it at "
-            f"{drafter.trained_width - 1}. Give that, or leave it out; draft_block_size asks for narrower rounds."
-        )
+    (config or SpeculativeConfig()).check_trained_width(drafter.trained_width, drafter.name)
 
 
 def _resolve_caches(options: _Options, model: nn.Module, statistics: Statistics) -> list[Any]:
@@ -331,7 +336,8 @@ def generate_step(
     Args:
         prompt: [n] token ids, n >= 1.
         model: any model loaded by mlx-lm.
-        draft_model: who proposes: a Drafter, the path or hub id of a checkpoint, or "ngram". None decodes plainly.
+        draft_model: who proposes: a Drafter, a small model loaded by mlx-lm, the path or hub id of either, or
+            "ngram". None decodes plainly.
         draft_kind: round loop; resolved from the checkpoint when left out.
         draft_block_size: verify width W, 1..32 tokens: the newest token and W-1 proposals. 1 decodes plainly.
         num_draft_tokens: W-1, mlx-lm's name for it. Give one of the two.
@@ -420,6 +426,7 @@ def stream_generate(
         draft_model=draft_model,
         stream=stream,
         eos_token_ids=frozenset(tokenizer.eos_token_ids) | frozenset(eos_token_ids),
+        tokenizer=tokenizer,
         **keywords,
     )
     return _responses(run, model, text, stream)

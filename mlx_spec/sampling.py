@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
@@ -57,6 +59,16 @@ def random_key() -> mx.array:
 def rewind_random_state(key: Sequence[int]) -> None:
     """Make the thread's random state stand at a key whose two words are known on the host."""
     mx.random.seed((key[0] << 32) | key[1])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the thread's random state as it is: modules of mlx draw their first weights from it. Reads the host."""
+    key = cast(list[int], random_key().tolist())
+    try:
+        yield
+    finally:
+        rewind_random_state(key)
 
 
 def holds_nan(logits: mx.array) -> mx.array:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from tests.checkpoints import WIDE, ascii_tokenizer, tiny_model, write_target
+from tests.checkpoints import WIDE, ascii_tokenizer, byte_tokenizer, tiny_model, write_target
 from tests.commandlines import Outcome, mlx_lm_text, run
 from tests.drafters.eagle3_files import FLAT, write
 
@@ -169,9 +169,12 @@ def test_a_drafter_with_a_missing_tensor_or_key_is_refused_with_its_name(
     assert "rms_norm_eps" in refuse(capsys, *common, key)
 
 
-def test_an_ordinary_language_model_is_no_drafter_yet(capsys: pytest.CaptureFixture[str], target: Path) -> None:
-    line = refuse(capsys, "--model", target, *PROMPT, "--draft-model", target)
-    assert "ordinary language model (LlamaForCausalLM)" in line
+def test_a_language_model_with_other_tokens_is_refused(
+    capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path
+) -> None:
+    drafter = write_target(tmp_path, byte_tokenizer(), vocab_size=96)
+    line = refuse(capsys, "--model", target, *PROMPT, "--draft-model", drafter)
+    assert "split text into different tokens" in line
 
 
 @pytest.mark.parametrize("drafter", [(), ("--draft-model", "ngram"), ("--draft-model", FLAT)], ids=str)

@@ -15,6 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_spec import pairing
 from mlx_spec.drafters import NgramDrafter
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import (
     CheckpointError,
     IncompatiblePair,
@@ -87,13 +88,15 @@ def test_a_hub_id_is_downloaded_without_code(hub: Callable[[object], list[dict[s
     requests = hub(FLAT)
     loaded = load_drafter("someone/drafter-EAGLE3", target())
     assert loaded.name == "someone/drafter-EAGLE3"
+    asked = {"name": "someone/drafter-EAGLE3", "revision": None}
     assert requests == [
-        {"name": "someone/drafter-EAGLE3", "revision": None, "allow_patterns": ["*.json", "*.safetensors"]}
+        {**asked, "allow_patterns": ["*.json"]},
+        {**asked, "allow_patterns": ["*.json", "*.safetensors"]},
     ]
     with pytest.raises(CheckpointError):
         load("someone/target", revision="main", lazy=True)
-    assert requests[1]["revision"] == "main"
-    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[1]["allow_patterns"])
+    assert requests[2]["revision"] == "main"
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[2]["allow_patterns"])
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,7 @@ def test_a_drafter_is_loaded_for_a_model_or_a_target(as_model: bool) -> None:
     loaded = load_drafter(str(FLAT), target=target().model if as_model else target())
     assert isinstance(loaded, Eagle3Drafter)
     assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("eagle3", "safeailab", (1, 3, 4), 3)
+    assert loaded.architecture == "LlamaForCausalLMEagle3"
 
 
 def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_path: Path) -> None:
@@ -153,7 +157,10 @@ def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_p
         content["architectures"] = ["LlamaForCausalLM"]
         del content["eagle_config"], content["draft_vocab_size"]
 
-    with pytest.raises(CheckpointError, match="does not list the target layers"):
+    with (
+        pytest.warns(UserWarning, match=r"does not list the target layers .* layers \[1, 3, 4\] are taken"),
+        pytest.raises(CheckpointError, match="draft_vocab_size"),
+    ):
         load_drafter(write(tmp_path, original), target())
     folder = write(tmp_path, lambda content: content.update(architectures=["LlamaForCausalLM"], eagle_config=None))
     assert load_drafter(folder, target(), taps=(1, 3, 4)).taps == (1, 3, 4)
@@ -168,6 +175,14 @@ def test_ngram_needs_no_checkpoint() -> None:
         load_drafter("ngram", target(), taps=(1,))
 
 
+def test_a_folder_is_no_ngram_drafter(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path, lambda content: content.clear(), lambda content: content.pop("midlayer.hidden_norm.weight")
+    )
+    with pytest.raises(UnsupportedOption, match="give 'ngram' in place of"):
+        load_drafter(folder, target(), kind="ngram")
+
+
 def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
     with pytest.warns(UserWarning, match="'mtp' was asked for, but the checkpoint is 'eagle3'") as warned:
         assert load_drafter(FLAT, target(), kind="mtp").kind == "eagle3"
@@ -177,9 +192,11 @@ def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
 @pytest.mark.parametrize(
     ("edit", "error", "words"),
     [
-        ({"speculators_model_type": "mtp"}, UnsupportedOption, "'mtp' cannot be loaded yet"),
+        ({"speculators_model_type": "mtp"}, IncompatiblePair, "made for qwen3_5 or qwen3_5_moe or qwen3_next"),
         ({"speculators_model_type": "medusa"}, UnknownDrafter, "medusa"),
-        ({"model_type": "qwen3"}, CheckpointError, "model_type='qwen3'"),
+        ({"model_type": "qwen2"}, CheckpointError, "model_type='qwen2'"),
+        ({"model_type": "qwen3"}, CheckpointError, "q_norm.weight is missing"),
+        ({"num_target_layers": 9}, IncompatiblePair, "for a target of 9 layers, but target 'llama' has 8"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, IncompatiblePair, "counts hidden states"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 30]}}, IncompatiblePair, "has layers 0..7"),
         ({"vocab_size": 5000}, IncompatiblePair, "vocabulary of 5000"),
@@ -193,9 +210,13 @@ def test_a_pair_that_cannot_work_is_refused_before_the_first_token(
     assert told_in_one_line(refused.value)
 
 
-def test_a_language_model_as_drafter_is_refused() -> None:
-    with pytest.raises(UnsupportedOption, match="small language models as drafters are not built yet"):
-        load_drafter(FOLDER / "target", target())
+def test_a_language_model_drafts_for_a_target() -> None:
+    loaded = load_drafter(FOLDER / "target", target())
+    assert isinstance(loaded, StandaloneDrafter)
+    assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("standalone", "target", (), 3)
+    assert loaded.architecture is None
+    with pytest.raises(UnsupportedOption, match="taps="):
+        load_drafter(FOLDER / "target", target(), taps=(1,))
 
 
 def test_taps_given_by_the_caller_are_checked_against_the_target() -> None:

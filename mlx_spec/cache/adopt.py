@@ -29,7 +29,7 @@ from mlx_spec.cache.chunked import ChunkedJournal
 from mlx_spec.cache.recurrent import RecurrentJournal
 from mlx_spec.cache.ring import RingJournal
 from mlx_spec.cache.stepwise import StepwiseJournal
-from mlx_spec.errors import InvalidRequest, UnsupportedOption
+from mlx_spec.errors import InvalidRequest, TransactionError, UnsupportedOption
 
 _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
 
@@ -313,3 +313,48 @@ def state_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """
     fields = [vars(cache) for cache in leaves(caches) if type(cache) not in _KEPT_IN_ROWS]
     return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)]
+
+
+def rows_in_order(cache: Any) -> tuple[mx.array, mx.array]:
+    """The rows a cache holds, oldest first.
+
+    Args:
+        cache: one layer's attention cache, in no open round.
+
+    Returns:
+        keys [B, Hk, T, D] and values [B, Hk, T, Dv], lazy. A sliding window gives what it still holds.
+
+    Raises:
+        TransactionError: it holds none, or is of a class whose order is not known.
+
+    Cost:
+        Views for caches that grow at their end; a copy of the window for one that wraps; packed rows are unpacked.
+    """
+    keys, values = cache.keys, cache.values
+    if keys is None:
+        raise TransactionError(f"{type(cache).__name__} holds no rows yet: read the prompt first")
+    if isinstance(cache, RotatingKVCache):
+        return _unwrapped(cache, keys), _unwrapped(cache, values)
+    if isinstance(cache, QuantizedKVCache):
+        keys, values = (_unpacked(cache, side) for side in (keys, values))
+    elif not isinstance(cache, KVCache):
+        raise TransactionError(
+            f"the order of the rows of {type(cache).__name__} is not known; it is for KVCache, QuantizedKVCache and "
+            "RotatingKVCache"
+        )
+    return keys[..., : cache.offset, :], values[..., : cache.offset, :]
+
+
+def _unpacked(cache: Any, side: tuple[mx.array, ...]) -> mx.array:
+    weight, scales, biases = side
+    return mx.dequantize(weight, scales, biases, group_size=cache.group_size, bits=cache.bits)
+
+
+def _unwrapped(ring: Any, side: mx.array) -> mx.array:
+    # The next row is written at `_idx`; where older rows lie behind it, they come first, those kept for good apart.
+    begun = ring._idx
+    if begun >= side.shape[2]:
+        return side
+    if begun >= ring.offset:
+        return side[..., :begun, :]
+    return mx.concatenate([side[..., : ring.keep, :], side[..., begun:, :], side[..., ring.keep : begun, :]], axis=2)

@@ -2,10 +2,10 @@
 
 from mlx_spec.drafters.base import Drafter, DrafterState
 from mlx_spec.drafters.callable import CallableDrafter
+from mlx_spec.drafters.families import KNOWN_DRAFTER_KINDS
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import (
     DRAFTER_KIND_BY_MODEL_TYPE,
-    KNOWN_DRAFTER_KINDS,
     resolve_drafter_kind,
     validate_drafter_compatibility,
 )

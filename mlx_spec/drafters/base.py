@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -20,6 +20,15 @@ class DrafterState(abc.ABC):
 
     Between calls the state is a function of the committed tokens (and their true hidden states) alone.
     """
+
+    def look_at(self, caches: Sequence[Any]) -> None:
+        """Told once, before anything else: the target's caches of this request. Default: of no interest.
+
+        Args:
+            caches: changed in place from round to round. May be read in `propose` alone, when no round is open on
+                them and they hold exactly the committed tokens; never to be written or kept a part of.
+        """
+        del caches
 
     @abc.abstractmethod
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
@@ -73,6 +82,7 @@ class Drafter(abc.ABC):
         taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
         trained_width: verify width its checkpoint was trained for, which is also the widest; None where none is.
+        architecture: what its checkpoint is; None without a checkpoint of its own.
     """
 
     kind: str
@@ -81,6 +91,7 @@ class Drafter(abc.ABC):
     taps: tuple[int, ...] = ()
     may_propose_fewer: bool = False
     trained_width: int | None = None
+    architecture: str | None = None
 
     @abc.abstractmethod
     def check(self, target: Target) -> None:
@@ -89,6 +100,19 @@ class Drafter(abc.ABC):
     def check_width(self, width: int) -> None:
         """Raise UnsupportedOption if this drafter cannot draft for rounds of this width. Default: any will do."""
         del width
+
+    def check_tokenizer(self, tokenizer: Any | None) -> str:
+        """Raise IncompatiblePair if the target's tokenizer gives ids another meaning than this drafter does.
+
+        Args:
+            tokenizer: the target's, with `get_vocab` and `get_added_vocab`; None when the caller has none.
+
+        Returns:
+            A sentence for the statistics; empty when there is nothing to tell. Default: a drafter made for one
+            target has that target's tokens.
+        """
+        del tokenizer
+        return ""
 
     @abc.abstractmethod
     def open(self, target: Target, start: int = 0) -> DrafterState:

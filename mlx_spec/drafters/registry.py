@@ -1,144 +1,140 @@
-"""Which kind of drafter a checkpoint is, and which module reads it. Declared by hand; nothing is guessed."""
+"""Which family of drafters a checkpoint is of, and which module reads it. Declared by hand; nothing is guessed."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
+
+from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.drafters.families import (
+    ANY_TARGET,
+    FAMILIES,
+    FAMILY_BY_ARCHITECTURE,
+    FAMILY_BY_MODEL_TYPE,
+    FAMILY_BY_NAME,
+    FAMILY_BY_NATIVE,
+    KNOWN_DRAFTER_KINDS,
+    Family,
+)
+from mlx_spec.drafters.speculators import meant_architecture
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
 from mlx_spec.target.model import Target
 
-KNOWN_DRAFTER_KINDS = ("dflash", "mtp", "eagle3", "ngram")
-
-_MODULE_BY_KIND = {"eagle3": "mlx_spec.drafters.eagle3", "dflash": "mlx_spec.drafters.dflash"}
-"""Kinds that are read from a checkpoint -> the package that does, imported when first asked for."""
-
-DRAFTER_KIND_BY_MODEL_TYPE = {
-    "ngram": "ngram",
-    "eagle3": "eagle3",
-    "dflash": "dflash",
-    "dflash2": "dflash",
-    "dspark": "dflash",
-    "muse_glimmer_assistant": "dflash",
-    "mtp": "mtp",
-    "gemma4_assistant": "mtp",
-    "gemma4_unified_assistant": "mtp",
-    "qwen3_5_mtp": "mtp",
-    "nemotron_h_mtp": "mtp",
-    "glm4_moe_lite_mtp": "mtp",
-    "glm_moe_dsa_mtp": "mtp",
-    "deepseek_v4_mtp": "mtp",
-}
+DRAFTER_KIND_BY_MODEL_TYPE = {name: family.kind for name, family in FAMILY_BY_MODEL_TYPE.items()}
 """`model_type` or `speculators_model_type` -> kind. Only types that no ordinary language model has."""
 
-_KIND_BY_ARCHITECTURE = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "Qwen3Eagle3Model": "eagle3",
-    "Eagle3DeepseekV2ForCausalLM": "eagle3",
-    "DFlashDraftModel": "dflash",
-    "DFlash2DraftModel": "dflash",
-    "DFlashLagunaForCausalLM": "dflash",
-    "DSparkDraftModel": "dflash",
-    "Qwen3DSparkModel": "dflash",
-    "Gemma4DSparkModel": "dflash",
-    "MuseGlimmerAssistantModel": "dflash",
-    "Gemma4AssistantForCausalLM": "mtp",
-    "MTPDraftModel": "mtp",
-}
+_FAMILY_BY_KEY = {"eagle_config": "eagle3", "draft_vocab_size": "eagle3"}
+"""Keys that only such drafters have -> family."""
 
-_KIND_BY_KEY = {
-    "dflash_config": "dflash",
-    "eagle_config": "eagle3",
-    "draft_vocab_size": "eagle3",
-    "mtp_num_hidden_layers": "mtp",
-    "num_nextn_predict_layers": "mtp",
-}
+_NATIVE_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Keys by which a target's own config says that layers for drafting come with it."""
 
-_KIND_BY_TENSOR = {
-    "midlayer.hidden_norm.weight": "eagle3",
-    "layers.0.hidden_norm.weight": "eagle3",
-}
+_EAGLE3_TENSORS = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
 
-_LANGUAGE_MODEL_SUFFIX = "ForCausalLM"
+_NATIVE_TENSOR = re.compile(r"(^|\.)mtp[._]|\.(eh_proj|enorm|hnorm|shared_head)\.")
+"""What the names of a target's own drafting layers have in them."""
+
+_LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
+
+_METHOD_BY_KIND = {"eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"}
 
 
-class Family(Protocol):
-    """What a package of drafters offers."""
+class FamilyModule(Protocol):
+    """What the package of a family offers."""
 
-    def load(self, folder: Path, target: Target, taps: Sequence[int] | None = None) -> Drafter:
-        """Read a checkpoint folder for a target."""
+    def load(
+        self,
+        folder: Path,
+        target: Target,
+        taps: Sequence[int] | None = None,
+        quantize: Mapping[str, Any] | None = None,
+    ) -> Drafter:
+        """Read a checkpoint folder for a target, and quantize what was read if asked to."""
         ...
 
 
-def resolve_drafter_kind(config: Mapping[str, Any], wanted: str | None = None, tensors: Collection[str] = ()) -> str:
-    """Say which kind of drafter a checkpoint is.
+class _Said(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        kind: the round loop.
+        family: its row; None when the kind is known and no row is.
+        also: a second kind it can serve as.
+    """
+
+    kind: str
+    family: Family | None
+    also: str | None = None
+
+
+def resolve_family(config: Mapping[str, Any], wanted: str | None = None, tensors: Collection[str] = ()) -> Family:
+    """Say which family a checkpoint is of.
 
     Looked at in order: `speculators_model_type`, `architectures[0]`, `model_type`, the keys only drafters have, the
-    tensor names. What the checkpoint says wins over `wanted`; `wanted` decides where it says nothing.
+    tensor names. What the checkpoint says wins over `wanted`; `wanted` decides where it says nothing, and where it
+    says two things: a language model that carries drafting layers beside its own can serve as either.
 
     Args:
         config: its config.json object.
         wanted: the kind the caller asked for.
-        tensors: names of its tensors.
-
-    Returns:
-        One of KNOWN_DRAFTER_KINDS; not every one can be loaded yet.
+        tensors: names of its tensors; empty when they are not known.
 
     Raises:
         UnknownDrafter: `wanted` is no kind, or nothing says what the checkpoint is.
-        UnsupportedOption: the checkpoint is an ordinary language model.
 
     Warns:
         UserWarning: once, when `wanted` contradicts the checkpoint.
 
     Example:
-        >>> resolve_drafter_kind({"architectures": ["LlamaForCausalLMEagle3"]})
+        >>> resolve_family({"architectures": ["LlamaForCausalLMEagle3"]}).name
         'eagle3'
     """
-    if wanted is not None and wanted not in KNOWN_DRAFTER_KINDS:
-        raise UnknownDrafter(f"unknown drafter kind {wanted!r}. Known kinds: {', '.join(KNOWN_DRAFTER_KINDS)}.")
-    architecture = _architecture(config)
-    found = _stated_kind(config, architecture) or _by_tensors(tensors)
-    if found is None:
-        if architecture is not None and architecture.endswith(_LANGUAGE_MODEL_SUFFIX):
-            raise UnsupportedOption(
-                f"the checkpoint is an ordinary language model ({architecture}); small language models as drafters "
-                f"are not built yet. What works now: {', '.join(_working())}."
-            )
-        if wanted is None:
-            raise UnknownDrafter(
-                f"nothing says which kind of drafter this is: architecture {architecture!r}, model_type "
-                f"{config.get('model_type')!r}. Known architectures: {', '.join(_KIND_BY_ARCHITECTURE)}. "
-                f"Known kinds, which you may name yourself: {', '.join(KNOWN_DRAFTER_KINDS)}."
-            )
-        return wanted
-    if wanted is not None and wanted != found:
-        warnings.warn(
-            f"drafter kind {wanted!r} was asked for, but the checkpoint is {found!r}: used as that", stacklevel=2
+    said = _resolve(config, wanted, tensors)
+    if said.family is None:
+        raise UnknownDrafter(
+            f"a drafter of kind {said.kind!r}, but no family is known for model_type {config.get('model_type')!r}. "
+            f"Known model types of such checkpoints: {', '.join(_types_of(said.kind))}."
         )
-    return found
+    return said.family
 
 
-def family(kind: str) -> Family:
-    """The package that reads checkpoints of this kind.
+def resolve_drafter_kind(config: Mapping[str, Any], wanted: str | None = None, tensors: Collection[str] = ()) -> str:
+    """Say which kind of drafter a checkpoint is; see `resolve_family`.
+
+    Returns:
+        One of KNOWN_DRAFTER_KINDS; not every family of it can be loaded yet.
+
+    Example:
+        >>> resolve_drafter_kind({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"})
+        'dflash'
+    """
+    return _resolve(config, wanted, tensors).kind
+
+
+def open_family(family: Family) -> FamilyModule:
+    """Import the package that reads checkpoints of a family.
 
     Raises:
-        UnsupportedOption: there is none yet.
+        UnsupportedOption: it is not built yet, or mlx-lm lacks its target. Lists what works.
     """
-    module = _MODULE_BY_KIND.get(kind)
-    if module is None:
+    works = f"What works now: {', '.join(row.name for row in FAMILIES if row.loadable)}."
+    if family.absent_target is not None:
         raise UnsupportedOption(
-            f"drafters of kind {kind!r} cannot be loaded yet. What works now: {', '.join(_working())}."
+            f"drafters of family {family.name!r} need a target of type {family.absent_target!r}, "
+            f"which this mlx-lm has no module for. {works}"
         )
-    loaded: Family = importlib.import_module(module)
-    return loaded
+    if family.module is None:
+        raise UnsupportedOption(
+            f"drafters of family {family.name!r} (kind {family.kind!r}) are known but cannot be loaded yet. {works}"
+        )
+    return cast(FamilyModule, importlib.import_module(family.module))
 
 
 def validate_drafter_compatibility(drafter: Drafter, target: Target) -> None:
@@ -157,8 +153,44 @@ def validate_drafter_compatibility(drafter: Drafter, target: Target) -> None:
         )
 
 
-def _working() -> list[str]:
-    return [kind for kind in KNOWN_DRAFTER_KINDS if kind in _MODULE_BY_KIND or kind == "ngram"]
+def check_target(family: Family, target: Target) -> None:
+    """Refuse a target that drafters of this family are never made for.
+
+    Raises:
+        IncompatiblePair: names the target and the targets that fit.
+    """
+    if family.targets != ANY_TARGET and target.name not in family.targets:
+        raise IncompatiblePair(
+            f"drafters of family {family.name!r} are made for {' or '.join(family.targets)}, "
+            f"the target is {target.name!r}. Use a drafter made for this target."
+        )
+
+
+def _resolve(config: Mapping[str, Any], wanted: str | None, tensors: Collection[str]) -> _Said:
+    if wanted is not None and wanted not in KNOWN_DRAFTER_KINDS:
+        raise UnknownDrafter(f"unknown drafter kind {wanted!r}. Known kinds: {', '.join(KNOWN_DRAFTER_KINDS)}.")
+    architecture = _architecture(config)
+    said = _stated(config, architecture) or _by_layers(config, architecture, wanted, tensors)
+    if said is None and architecture is not None and architecture.endswith(_LANGUAGE_MODEL_SUFFIXES):
+        said = _as_asked(config["architectures"], wanted)
+    if said is not None:
+        if wanted is None or wanted == said.kind:
+            return said
+        if wanted == said.also:
+            return _row(wanted)
+        warnings.warn(
+            f"drafter kind {wanted!r} was asked for, but the checkpoint is {said.kind!r}: used as that", stacklevel=4
+        )
+        return said
+    if wanted is not None:
+        return _unsaid(wanted)
+    if architecture is None and _mlx_lm_has(config.get("model_type")):
+        return _row("standalone")
+    raise UnknownDrafter(
+        f"nothing says which kind of drafter this is: architecture {architecture!r}, model_type "
+        f"{config.get('model_type')!r}. Known architectures: {', '.join(FAMILY_BY_ARCHITECTURE)}. "
+        f"Known kinds, which you may name yourself: {', '.join(KNOWN_DRAFTER_KINDS)}."
+    )
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:
@@ -170,23 +202,91 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
     return named[0]
 
 
-def _stated_kind(config: Mapping[str, Any], architecture: str | None) -> str | None:
+def _stated(config: Mapping[str, Any], architecture: str | None) -> _Said | None:
+    """By what only drafters say of themselves."""
     speculator = config.get("speculators_model_type")
     if speculator is not None:
-        if not isinstance(speculator, str) or speculator not in DRAFTER_KIND_BY_MODEL_TYPE:
+        if not isinstance(speculator, str) or speculator not in FAMILY_BY_MODEL_TYPE:
             raise UnknownDrafter(
-                f"unknown speculators_model_type {speculator!r}. Known: {', '.join(DRAFTER_KIND_BY_MODEL_TYPE)}."
+                f"unknown speculators_model_type {speculator!r}. Known: {', '.join(FAMILY_BY_MODEL_TYPE)}."
             )
-        return DRAFTER_KIND_BY_MODEL_TYPE[speculator]
-    if architecture in _KIND_BY_ARCHITECTURE:
-        return _KIND_BY_ARCHITECTURE[architecture]
+        family = FAMILY_BY_ARCHITECTURE.get(architecture or "")
+        named = FAMILY_BY_MODEL_TYPE[speculator]
+        # The type names the method; the architecture may name a variant of it.
+        return _of(family if family is not None and family.kind == named.kind else named)
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in DRAFTER_KIND_BY_MODEL_TYPE:
-        return DRAFTER_KIND_BY_MODEL_TYPE[model_type]
+    family = FAMILY_BY_ARCHITECTURE.get(architecture or "")
+    if family is None and isinstance(model_type, str):
+        family = FAMILY_BY_MODEL_TYPE.get(model_type)
+    if family is None and config.get("dflash_config"):
+        family = FAMILY_BY_NAME["dflash"]
+    if family is not None:
+        return _of(_dflash_variant(config) if family.name == "dflash" else family)
     # A count of 0 says that there is nothing.
-    return next((kind for key, kind in _KIND_BY_KEY.items() if config.get(key)), None)
+    by_key = next((name for key, name in _FAMILY_BY_KEY.items() if config.get(key)), None)
+    return None if by_key is None else _row(by_key)
 
 
-def _by_tensors(tensors: Collection[str]) -> str | None:
-    short = {name.removeprefix("model.") for name in tensors}
-    return next((kind for name, kind in _KIND_BY_TENSOR.items() if name in short), None)
+def _dflash_variant(config: Mapping[str, Any]) -> Family:
+    """Which of the families that share the name it is: they differ in what `dflash_config` holds."""
+    own = config.get("dflash_config")
+    own = own if isinstance(own, dict) else {}
+    if own.get("projector_type") == "dspark" or own.get("markov_rank"):
+        return FAMILY_BY_NAME["dspark"]
+    return FAMILY_BY_NAME["laguna_dflash" if config.get("model_type") == "laguna" else "dflash"]
+
+
+def _by_layers(
+    config: Mapping[str, Any], architecture: str | None, wanted: str | None, tensors: Collection[str]
+) -> _Said | None:
+    """By the tensors that are there, or, while their names are not known, by the counts the config gives."""
+    if {name.removeprefix("model.") for name in tensors} & set(_EAGLE3_TENSORS):
+        return _row("eagle3")
+    carried = any(_NATIVE_TENSOR.search(name) for name in tensors)
+    promised = any(place.get(key) for place in _places(config) for key in _NATIVE_KEYS)
+    # Conversions drop the layers and keep the promise; who asks for them is told so by the family.
+    if not carried and not (promised and (not tensors or wanted == "mtp")):
+        return None
+    types = (place.get("model_type") for place in _places(config))
+    family = next((FAMILY_BY_NATIVE[name] for name in types if name in FAMILY_BY_NATIVE), None)
+    whole = architecture is None or architecture.endswith(_LANGUAGE_MODEL_SUFFIXES)
+    return _Said("mtp", family, "standalone" if whole else None)
+
+
+def _places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config, and that of its text model."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def _unsaid(kind: str) -> _Said:
+    """The kind a caller named where the checkpoint says nothing; the family follows where the kind has one."""
+    families = [family for family in FAMILIES if family.kind == kind]
+    return _Said(kind, families[0] if kind != "mtp" else None)
+
+
+def _as_asked(architectures: Sequence[str], wanted: str | None) -> _Said:
+    """What a language model's architecture means where a kind of drafter was asked for."""
+    method = _METHOD_BY_KIND.get(wanted or "")
+    meant = architectures[0] if method is None else meant_architecture(method, architectures)
+    family = FAMILY_BY_ARCHITECTURE.get(meant)
+    return _row("standalone") if family is None else _of(family)
+
+
+def _mlx_lm_has(model_type: object) -> bool:
+    """Whether mlx-lm has a module for targets of this type."""
+    if not isinstance(model_type, str) or not re.fullmatch(r"[\w-]+", model_type):
+        return False
+    return importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}") is not None
+
+
+def _types_of(kind: str) -> list[str]:
+    return [name for family in FAMILIES if family.kind == kind for name in (*family.model_types, *family.natives)]
+
+
+def _row(name: str) -> _Said:
+    return _of(FAMILY_BY_NAME[name])
+
+
+def _of(family: Family) -> _Said:
+    return _Said(family.kind, family)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +19,17 @@ class RoundLoop(abc.ABC):
         name: what the statistics call it.
         taps: 0-based target layers whose outputs it wants, ascending.
         pipelined: the next round needs no host knowledge of this one, so it is dispatched before this one is read.
+        remembers: the drafter works from a memory of the text, so what it was not shown makes it worse.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     pipelined: bool = False
+    remembers: bool = False
+
+    def look_at(self, caches: Sequence[Any]) -> None:
+        """See `DrafterState.look_at`."""
+        del caches
 
     @abc.abstractmethod
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
@@ -51,6 +57,12 @@ class DraftedLoop(RoundLoop):
         self._state = state
         self._statistics = statistics
         self._able = True
+
+    def look_at(self, caches: Sequence[Any]) -> None:
+        try:
+            self._state.look_at(caches)
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
 
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
         self._follow(self._state.read_prompt, ids, hidden)

@@ -117,6 +117,7 @@ class Engine:
         self._routes = routes
         self._stream = stream
         self._open: OpenRound | None = None
+        loop.look_at(request.caches)
 
     def run(self) -> Iterator[Emission]:
         """Hand out the text's tokens.

@@ -8,14 +8,17 @@ from mlx_spec.rounds.base import DraftedLoop, RoundLoop
 from mlx_spec.rounds.hidden import HiddenLoop
 from mlx_spec.rounds.ngram import NgramLoop
 from mlx_spec.rounds.plain import PlainLoop
+from mlx_spec.rounds.standalone import StandaloneLoop
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
 
 ROUND_LOOPS: dict[str, type[DraftedLoop]] = {
     "dflash": HiddenLoop,
     "eagle3": HiddenLoop,
+    "mtp": HiddenLoop,
     "ngram": NgramLoop,
     "callable": NgramLoop,
+    "standalone": StandaloneLoop,
 }
 """Drafter kind -> loop. A request without a drafter runs the plain loop."""
 

@@ -24,6 +24,9 @@ FORMATS += [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 SOON = [FORMATS[index] for index in (2, 3, 7, 11, 12, 16, 18, 19, 20)]
 """Every number of bits and every mode once, every group size."""
 
+FLOATS = (("float32", "gen13"), ("bfloat16", "gen15"), ("float16", "max"), ("float32", "gen17"))
+"""Precisions dealt to patterns."""
+
 DENSE = {
     "vocab_size": 101,
     "hidden_size": 128,
@@ -124,10 +127,26 @@ def test_every_format_stays_exact_on_every_chip(model: str, scheme: tuple[str, i
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chip"), [("float32", "gen13"), ("bfloat16", "gen15"), ("float16", "max"), ("float32", "gen17")]
+    ("model", "dtype", "chip"),
+    [
+        *(("llama", dtype, chip) for dtype, chip in FLOATS),
+        ("qwen3", "float16", "max"),
+        ("gemma", "bfloat16", "gen15"),
+        ("hybrid", "float32", "gen17"),
+    ],
 )
-@pytest.mark.parametrize("model", MODELS)
 def test_float_weights_stay_exact_at_every_width(model: str, dtype: str, chip: str) -> None:
+    check_floats(model, dtype, chip)
+
+
+@pytest.mark.double
+@pytest.mark.parametrize(("dtype", "chip"), FLOATS)
+@pytest.mark.parametrize("model", MODELS)
+def test_float_weights_of_every_model_stay_exact_at_every_width(model: str, dtype: str, chip: str) -> None:
+    check_floats(model, dtype, chip)
+
+
+def check_floats(model: str, dtype: str, chip: str) -> None:
     taken = check(Specimen(model, MODELS[model]), chip, WIDTHS, dtype)
     assert STEP_THROUGH.name not in "".join(taken)
     assert any("batch axis" in route for route in taken)

@@ -29,6 +29,9 @@ GOLDEN = "*golden*.safetensors"
 CONFIG = "config.json"
 TARGET = "target"
 
+PREDICTION, ANY = re.compile(r"(^|\.)mtp[._]"), re.compile("")
+"""Names of tensors: of a prediction layer in the target's own checkpoint, and all of them."""
+
 Tensors = Mapping[str, mx.array]
 
 
@@ -150,7 +153,8 @@ def find(folder: Path) -> list[Fixture]:
         for fixture in found:
             if fixture.checkpoint.parent == checkpoint.parent and _same_drafter(checkpoint, fixture):
                 name = f"{checkpoint.relative_to(folder.parent).as_posix()}={fixture.checkpoint.name}"
-                twins.append(Fixture(name, fixture.golden, checkpoint, fixture.target))
+                target = checkpoint if fixture.target == fixture.checkpoint else fixture.target
+                twins.append(Fixture(name, fixture.golden, checkpoint, target))
                 break
     return found + twins
 
@@ -180,7 +184,12 @@ def _weights(checkpoint: Path) -> list[Path]:
 
 
 def _same_drafter(checkpoint: Path, fixture: Fixture) -> bool:
-    """Whether two checkpoints hold the same tensors, under whatever names, but for those borrowed from the target."""
+    """Whether two checkpoints hold the same tensors, under whatever names, but for those borrowed from the target.
+
+    Of those that are their own target, the drafter's part.
+    """
+    if fixture.target == fixture.checkpoint and any(PREDICTION.search(name) for name in fixture.stored):
+        return _contents(checkpoint, PREDICTION) == _contents(fixture.checkpoint, PREDICTION)
     ours, theirs = _contents(checkpoint), _contents(fixture.checkpoint)
     if not ours or not ours <= theirs or not theirs - ours <= _contents(fixture.target):
         return False
@@ -195,11 +204,12 @@ def _switches(config: Mapping[str, object]) -> frozenset[str]:
 
 
 @functools.cache
-def _contents(checkpoint: Path) -> frozenset[tuple[tuple[int, ...], bytes]]:
+def _contents(checkpoint: Path, named: re.Pattern[str] = ANY) -> frozenset[tuple[tuple[int, ...], bytes]]:
     return frozenset(
         (array.shape, bytes(memoryview(array.reshape(-1).view(mx.uint8))))
         for path in _weights(checkpoint)
-        for array in _load(path).values()
+        for name, array in _load(path).items()
+        if named.search(name)
     )
 
 

@@ -18,7 +18,8 @@ from mlx_spec.drafters import (
     resolve_drafter_kind,
     validate_drafter_compatibility,
 )
-from mlx_spec.drafters.registry import family
+from mlx_spec.drafters.families import FAMILY_BY_NAME
+from mlx_spec.drafters.registry import open_family
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
 from tests.drafters.eagle3_files import config, drafter, target
 
@@ -35,7 +36,7 @@ def test_the_public_names_are_there() -> None:
         "resolve_drafter_kind",
         "validate_drafter_compatibility",
     } <= set(mlx_spec.drafters.__all__)
-    assert KNOWN_DRAFTER_KINDS == ("dflash", "mtp", "eagle3", "ngram")
+    assert KNOWN_DRAFTER_KINDS == ("dflash", "mtp", "eagle3", "ngram", "standalone")
     assert set(DRAFTER_KIND_BY_MODEL_TYPE.values()) <= set(KNOWN_DRAFTER_KINDS)
 
 
@@ -80,11 +81,10 @@ def test_the_asked_kind_decides_where_the_checkpoint_says_nothing() -> None:
         assert resolve_drafter_kind({"model_type": "llama"}, "eagle3") == "eagle3"
 
 
-@pytest.mark.parametrize("wanted", [None, "eagle3", "ngram"])
-def test_an_ordinary_language_model_is_refused(wanted: str | None) -> None:
+@pytest.mark.parametrize("wanted", [None, "standalone"])
+def test_an_ordinary_language_model_drafts_as_such(wanted: str | None) -> None:
     for content in (PLAIN, {**PLAIN, "num_nextn_predict_layers": 0, "eagle_config": None}):
-        with pytest.raises(UnsupportedOption, match="small language models as drafters are not built yet"):
-            resolve_drafter_kind(content, wanted, ["model.layers.0.mlp.up_proj.weight"])
+        assert resolve_drafter_kind(content, wanted, ["model.layers.0.mlp.up_proj.weight"]) == "standalone"
 
 
 @pytest.mark.parametrize("content", [{}, {"architectures": []}, {"architectures": ["Novel"], "model_type": "novel"}])
@@ -97,7 +97,7 @@ def test_an_unknown_checkpoint_is_an_error_that_lists_what_is_known(content: dic
 
 @pytest.mark.parametrize("wanted", ["eagle", "EAGLE3", ""])
 def test_an_unknown_kind_is_an_error_that_lists_the_kinds(wanted: str) -> None:
-    with pytest.raises(UnknownDrafter, match="dflash, mtp, eagle3, ngram"):
+    with pytest.raises(UnknownDrafter, match="dflash, mtp, eagle3, ngram, standalone"):
         resolve_drafter_kind(config(), wanted)
 
 
@@ -113,16 +113,16 @@ def test_architectures_of_a_wrong_type_are_an_error(architectures: object) -> No
         resolve_drafter_kind({"architectures": architectures})
 
 
-@pytest.mark.parametrize("kind", ["mtp"])
-def test_a_kind_that_is_not_built_names_itself_and_what_works(kind: str) -> None:
-    with pytest.raises(UnsupportedOption, match=f"'{kind}' cannot be loaded yet.*eagle3, ngram"):
-        family(kind)
+@pytest.mark.parametrize("name", ["nemotron_h_mtp"])
+def test_a_family_that_is_not_built_names_itself_and_what_works(name: str) -> None:
+    with pytest.raises(UnsupportedOption, match=f"'{name}' .*cannot be loaded yet.*eagle3, .*ngram"):
+        open_family(FAMILY_BY_NAME[name])
 
 
 def test_a_family_is_imported_when_it_is_first_asked_for() -> None:
     code = (
         "import sys, mlx_spec.drafters.registry as r; before = 'mlx_spec.drafters.eagle3' in sys.modules;"
-        "r.family('eagle3'); print(before, 'mlx_spec.drafters.eagle3' in sys.modules)"
+        "r.open_family(r.FAMILY_BY_NAME['eagle3']); print(before, 'mlx_spec.drafters.eagle3' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "True"]

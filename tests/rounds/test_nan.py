@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -33,11 +33,13 @@ EVERY_MIX_AND_CHOICE = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def own_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models are shared with other tests: what is found out about a poisoned one must not outlive the poison."""
-    monkeypatch.setattr(certify, "_certificates", {})
-    monkeypatch.setattr(certify, "_op_tables", {})
+@pytest.fixture(autouse=True, scope="module")
+def own_certificates() -> Iterator[None]:
+    """The models are shared with other files: what is found out about a poisoned one must not outlive the poison."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(certify, "_certificates", {})
+        patched.setattr(certify, "_op_tables", {})
+        yield
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ SOON = {
     "gen15": ("qwen2", "mamba2", "lfm2"),
     "gen17": ("gemma", "qwen3_moe"),
     "max": ("qwen3", "olmo2"),
-    "ultra": ("rwkv7", "starcoder2"),
+    "ultra": ("phi3", "starcoder2"),
 }
 """Quick architectures, dealt to the patterns."""
 

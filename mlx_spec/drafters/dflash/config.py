@@ -49,6 +49,7 @@ class BlockConfig(BaseModel):
 
     Attributes:
         family: row of the table of families.
+        architecture: what the file says its checkpoint is.
         target_hidden_size: H_t, of each tapped state.
         vocab_size: the target's vocabulary as the drafter knows it.
         knows_vocabulary: whether the file says so; otherwise it is whatever the target has.
@@ -68,6 +69,7 @@ class BlockConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
     family: str
+    architecture: str | None
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_hidden_layers: PositiveInt
@@ -152,6 +154,7 @@ class BlockConfig(BaseModel):
             parsed = cls(
                 **fields,
                 family=places.family,
+                architecture=places.architecture,
                 rope=_rope(places),
                 tap_norms=places.family == "laguna_dflash",
                 gated=places.family == "laguna_dflash",

@@ -106,6 +106,7 @@ class BlockDrafter(Drafter):
     def __init__(self, name: str, config: BlockConfig, weights: BlockWeights) -> None:
         self.name = name
         self.config = config
+        self.architecture = config.architecture
         self.network = BlockNetwork(config, weights)
         self.heads: ProposalHead = build_head(self.network.tensors, config, weights.target_ids)
         self.taps = tuple(tap for tap in config.taps if tap != EMBEDDING)

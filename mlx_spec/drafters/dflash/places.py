@@ -55,7 +55,7 @@ class Places:
         self._speculators = bool(geometry)
         self._geometry: Mapping[str, Any] = geometry or config
         self.family = self._family()
-        self.ships_tables = self._architecture() in _WITH_TABLES
+        self.ships_tables = self.architecture in _WITH_TABLES
         self._defaults = SPECULATORS_DEFAULTS.get(self.family, {}) if self._speculators else {}
         self._left_out = LEFT_OUT.get(str(geometry.get("model_type")), {})
 
@@ -152,12 +152,14 @@ class Places:
             places[f"{GEOMETRY}."] = self._geometry
         return [f"{prefix}{key}" for prefix, place in places.items() for key in place if key not in known]
 
-    def _architecture(self) -> str:
+    @property
+    def architecture(self) -> str | None:
+        """What the file says its checkpoint is."""
         named = self._top.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else ""
+        return str(named[0]) if isinstance(named, list) and named else None
 
     def _family(self) -> str:
-        named = _FAMILY_BY_ARCHITECTURE.get(self._architecture())
+        named = _FAMILY_BY_ARCHITECTURE.get(self.architecture or "")
         if named is not None:
             return named
         speculators = self._top.get("speculators_model_type")

@@ -1,0 +1,23 @@
+"""`python -m mlx_spec.drafters`: the families of drafters, and whether each can be loaded now."""
+
+from __future__ import annotations
+
+import sys
+
+from mlx_spec.drafters.families import FAMILIES
+
+HEADINGS = ("family", "kind", "targets", "layouts", "loads")
+
+
+def table() -> str:
+    """All families as text, one line each under a line of headings, columns aligned."""
+    rows = [HEADINGS] + [
+        (row.name, row.kind, ", ".join(row.targets), ", ".join(row.layouts), row.standing) for row in FAMILIES
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")
