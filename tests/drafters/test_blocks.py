@@ -333,6 +333,32 @@ def test_a_recurrent_head_remembers_the_block() -> None:
     assert mx.abs(logits - base).max().item() > 1
 
 
+def test_gemmas_values_are_the_keys_projection_normed_without_a_weight_and_not_rotated() -> None:
+    content, layer = tensors("gemma4_dspark"), drafter("gemma4_dspark").network.layers[1]
+    assert "layers.1.self_attn.v_proj.weight" not in content
+    states = mx.random.normal((1, 5, HIDDEN))
+    context = layer.context(states, 40)
+    projected = np.array(states @ content["layers.1.self_attn.k_proj.weight"].T, np.float64)[0]
+    want = projected / np.sqrt((projected**2).mean(-1, keepdims=True) + 1e-6)
+    assert np.abs(np.array(context.values)[0, 0] - want).max() < TOLERANCE
+    assert np.abs(np.array(context.keys)[0, 0] - want).max() > 0.1
+
+
+def test_gemma_with_a_projection_for_values_reads_it() -> None:
+    def split(content: Config) -> None:
+        content.update(attention_k_eq_v=False, num_key_value_heads=1)
+
+    def with_values(content: Tensors) -> None:
+        for index in range(2):
+            content[f"layers.{index}.self_attn.v_proj.weight"] = mx.random.normal((16, HIDDEN))
+
+    source = edited("gemma4_dspark", split, with_values)
+    states = mx.random.normal((1, 5, HIDDEN))
+    values = source.network.tensors["layers.0.self_attn.v_proj.weight"]
+    want = mx.fast.rms_norm(states @ values.T, None, 1e-6)
+    assert mx.abs(source.network.layers[0].context(states, 0).values[:, 0] - want).max().item() < TOLERANCE
+
+
 def test_the_embedding_is_read_as_a_tap_below_the_first_layer() -> None:
     def taps(content: Config) -> None:
         content["target_layer_ids"] = [-1, 3]
