@@ -84,9 +84,13 @@ FAMILIES: dict[str, Config] = {
 WINDOWED = ("dflash_causal", "dflash2", "muse_glimmer_assistant", "laguna_dflash")
 
 
-def random_drafter(family: str, target: Target) -> BlockDrafter:
-    """A drafter with random weights; with tables of its own only where its layout always ships them."""
-    config = _config(family, target, target.hidden_size, (4, 2, 6))
+def random_drafter(family: str, target: Target, **edit: Any) -> BlockDrafter:
+    """A drafter with random weights; with tables of its own only where its layout always ships them.
+
+    Args:
+        edit: keys of its config.json to replace.
+    """
+    config = {**_config(family, target, target.hidden_size, (4, 2, 6)), **edit}
     return _loaded(config, _random(config, target), target)
 
 

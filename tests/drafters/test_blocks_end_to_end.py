@@ -181,6 +181,22 @@ def test_a_block_that_is_cut_by_confidence_is_exact() -> None:
     assert cut.proposed_tokens < whole.proposed_tokens
 
 
+@pytest.mark.parametrize("taps", [(-1, 1), (-1,)])
+def test_a_drafter_that_reads_the_embedding_is_exact(taps: tuple[int, ...]) -> None:
+    name = "dense_qk_norm"
+    source = random_drafter("dflash", Target(model(name)), target_layer_ids=list(taps))
+    assert source.taps == taps[1:]
+    assert speculate(name, source, stock(name), draft_block_size=None).proposed_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["dflash_causal", "dspark_gated", "dflash2"])
+def test_half_precision_is_exact(family: str) -> None:
+    target = randomise(MIXES["dense_qk_norm"].build, MIXES["dense_qk_norm"].seed, mx.bfloat16)
+    run = run_stock(target, PROMPT, TOKENS, seed=SEED)
+    source = random_drafter(family, Target(target))
+    assert speculate_on(target, source, run, draft_block_size=source.default_width).proposed_tokens > 0
+
+
 def test_a_warm_cache_starts_the_drafter_at_its_offset() -> None:
     name = "dense_qk_norm"
     source = drafter("dflash", name, planted=True)

@@ -9,8 +9,22 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.errors import CheckpointError
-from tests.drafters.block_files import FOLDERS, HIDDEN, Config, Tensors, drafter, edited, load, target, tensors, write
+from tests.drafters.block_files import (
+    FOLDERS,
+    HIDDEN,
+    Config,
+    Tensors,
+    cold,
+    drafter,
+    edited,
+    load,
+    target,
+    tensors,
+    text,
+    write,
+)
 from tests.drafters.test_blocks import laguna, laguna_tensors, merge
+from tests.drafters.test_blocks_config import speculators
 
 COUNTS = {
     "dflash": 25,
@@ -194,6 +208,35 @@ def test_ids_of_a_smaller_vocabulary_are_mapped_to_the_targets() -> None:
     states = mx.random.normal((1, 40, HIDDEN))
     own = mx.argmax(source.heads.logits(states, target()), axis=-1)
     assert source.heads.choose(states, mx.array([1]), target()).tolist() == (own * 6 + 3).tolist()
+
+
+def halved(content: Config) -> None:
+    laid_out = speculators("dspark")
+    laid_out.update(block_size=4, markov_rank=6)
+    content.clear()
+    content.update(laid_out)
+
+
+def even_ids(content: Tensors) -> None:
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        content[name] = content[name][::2]
+    content["d2t"] = mx.arange(32)
+    content["t2d"] = mx.arange(64) % 2 == 0
+
+
+def test_a_markov_head_of_a_smaller_vocabulary_reads_the_token_before_in_the_targets() -> None:
+    source, whole = edited("dspark", halved, even_ids), drafter("dspark")
+    assert source.taps == whole.taps == (1, 3)
+    ids, hidden = text(9, source)
+    got, state = cold(source, ids, hidden).propose([7], 4).tolist()[0], cold(whole, ids, hidden)
+    states = whole.run([7], 4, state.contexts, state.position, target())
+    arrays, before, want = whole.network.tensors, mx.array([7]), []
+    for slot in range(4):
+        bias = arrays["markov_head.markov_w1.weight"][before] @ arrays["markov_head.markov_w2.weight"].T
+        logits = whole.heads.logits(states, target())[:, slot] + bias
+        before = 2 * mx.argmax(logits[:, ::2], axis=-1)
+        want.append(before.item())
+    assert got == want
 
 
 def test_a_smaller_vocabulary_needs_its_head_and_its_map(tmp_path: Path) -> None:
