@@ -333,7 +333,7 @@ def test_laguna_is_read() -> None:
         ("gemma4_dspark", {"layer_types": ["sliding_attention"] * 2}, "see everything"),
         ("gemma4_dspark", {"enable_moe_block": True}, "enable_moe_block=True"),
         ("dflash", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ("dflash", {"quantization": {"bits": 4}}, "quantization={...}"),
+        ("dflash", {"quantization": {"bits": 4}}, "quantization is {'bits': 4}: group_size"),
         ("dflash", {"attention_value_scale": 0.5}, "attention_value_scale=0.5"),
         ("dflash", {"projector_type": "other"}, "projector_type='other'"),
     ],

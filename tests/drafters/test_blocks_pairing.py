@@ -11,7 +11,7 @@ from mlx_spec.drafters import Drafter, dflash, validate_drafter_compatibility
 from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.families import ANY_TARGET
 from mlx_spec.drafters.registry import resolve_family
-from mlx_spec.errors import CheckpointError, IncompatiblePair, UnsupportedOption
+from mlx_spec.errors import CheckpointError, IncompatiblePair
 from mlx_spec.pairing import load_drafter
 from mlx_spec.target.model import Target
 from tests.drafters.block_files import FOLDERS, Config, config, target, write
@@ -68,11 +68,6 @@ def test_layers_that_the_caller_names_are_read_instead(tmp_path: Path, name: str
     assert load(folder, target(), taps=range(count)).taps == tuple(range(count))
     with pytest.raises(CheckpointError, match=r"fc\.weight has shape"):
         load(folder, target(), taps=range(count + 1))
-
-
-def test_quantizing_on_load_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedOption, match="cannot be quantized yet"):
-        load_drafter(write(tmp_path / "folder", "dflash"), target(), quantize={"group_size": 32, "bits": 4})
 
 
 @pytest.mark.parametrize("name", FOLDERS)

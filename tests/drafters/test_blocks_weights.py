@@ -110,7 +110,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     [
         "layers.2.mlp.up_proj.weight",
         "layers.0.self_attn.q_proj.bias",
-        "layers.0.mlp.up_proj.scales",
+        "layers.0.input_layernorm.scales",
         "layers.0.layer_scalar",
         "layers.0.attention_conv.base_kernel",
         "layers.1.self_attn.attention_sink_bias",

@@ -23,8 +23,9 @@ from mlx_spec.drafters.dflash.keys import (
     SHAPE_KEYS,
     SHAPE_OPTIONS,
 )
-from mlx_spec.drafters.dflash.places import Places
+from mlx_spec.drafters.dflash.places import Places, canonical_name
 from mlx_spec.drafters.dflash.state import Sight
+from mlx_spec.drafters.quantization import Quantization, read_quantization
 from mlx_spec.drafters.rope import Rope, read_rope
 from mlx_spec.errors import CheckpointError
 
@@ -63,6 +64,7 @@ class BlockConfig(BaseModel):
         taps_from: where they were listed, for messages.
         tap_norms: whether each tapped state is normed by itself first.
         gated: whether each head is scaled by a gate.
+        quantization: how the file says its matrices are stored; None where it does not.
         ships_tables: whether the layout always comes with an embedding and an output projection of its own.
     """
 
@@ -109,6 +111,7 @@ class BlockConfig(BaseModel):
     tap_norms: bool = False
     gated: bool = False
     ships_tables: bool = False
+    quantization: Quantization | None = None
 
     @property
     def flavour(self) -> Flavour:
@@ -159,6 +162,7 @@ class BlockConfig(BaseModel):
                 tap_norms=places.family == "laguna_dflash",
                 gated=places.family == "laguna_dflash",
                 ships_tables=places.ships_tables,
+                quantization=read_quantization(config, places.path, canonical_name),
             )
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}={e['input']!r} ({e['msg']})" for e in error.errors()]
@@ -255,7 +259,7 @@ def _refuse_unsupported(places: Places) -> None:
         refused.append(f"gating={gating!r}")
     if refused:
         raise CheckpointError(
-            f"{places.path} asks for what is not supported: {', '.join(refused)}. Supported are unquantized block "
+            f"{places.path} asks for what is not supported: {', '.join(refused)}. Supported are block "
             "drafters with dense layers."
         )
 

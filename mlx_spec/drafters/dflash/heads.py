@@ -46,7 +46,7 @@ class ProposalHead(abc.ABC):
         if "lm_head.weight" in self._tensors:
             logits = self._tensors.linear("lm_head", states)
         elif config.tie_word_embeddings and "embed_tokens.weight" in self._tensors:
-            logits = states @ self._tensors["embed_tokens.weight"].T
+            logits = self._tensors.linear("embed_tokens", states)
         else:
             logits = target.raw_head(states)
         if config.output_multiplier != 1:
@@ -115,8 +115,8 @@ class CandidateSelector(ProposalHead):
         projected = selector.linear("hidden_projection", states)
         chosen, before = [], bonus
         for slot in range(states.shape[1]):
-            wanted = rows_of(selector["predecessor_codebook"], before) * projected[:, slot]
-            offered = rows_of(selector["successor_codebook"], candidates[:, slot])
+            wanted = _rows(selector["predecessor_codebook"], before) * projected[:, slot]
+            offered = _rows(selector["successor_codebook"], candidates[:, slot])
             scores = unary[:, slot] + (offered @ wanted[..., None])[..., 0]
             best = mx.argmax(scores, axis=-1, keepdims=True)
             before = mx.take_along_axis(candidates[:, slot], best, axis=-1)[:, 0].astype(mx.int32)
@@ -124,22 +124,22 @@ class CandidateSelector(ProposalHead):
         return mx.stack(chosen, axis=1)
 
 
-def rows_of(table: mx.array, ids: mx.array) -> mx.array:
-    """[V, r] table and [...] ids -> [..., r]."""
-    # The target's vocabulary may have more rows, padding that no real token has.
-    return table[mx.minimum(ids, table.shape[0] - 1)]
-
-
 def previous_embedding(tensors: Tensors, before: mx.array) -> mx.array:
     """[...] ids of the tokens before -> [..., r]."""
-    return rows_of(tensors["markov_head.markov_w1.weight"], before)
+    return tensors.rows("markov_head.markov_w1", before)
 
 
-def confidence_logits(tensors: Tensors, states: mx.array, before: mx.array) -> mx.array:
+def confidence_logits(tensors: Tensors, config: BlockConfig, states: mx.array, before: mx.array) -> mx.array:
     """[B, n, H] states and [B, n] tokens before each slot's -> [B, n] log-odds that the slot's token is accepted."""
-    wide = tensors["confidence_head.proj.weight"].shape[1] > states.shape[-1]
-    features = mx.concatenate([states, previous_embedding(tensors, before)], axis=-1) if wide else states
+    features = states
+    if config.confidence_head_with_markov:
+        features = mx.concatenate([states, previous_embedding(tensors, before)], axis=-1)
     return tensors.linear("confidence_head.proj", features).astype(mx.float32)[..., 0]
+
+
+def _rows(codebook: mx.array, ids: mx.array) -> mx.array:
+    """[V, r] codebook and [...] ids -> [..., r]."""
+    return codebook[mx.minimum(ids, codebook.shape[0] - 1)]
 
 
 def build_head(tensors: Tensors, config: BlockConfig, target_ids: mx.array | None) -> ProposalHead:

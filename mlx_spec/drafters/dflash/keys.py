@@ -78,8 +78,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention_value_scale": (1,),
     "mlp_bias": (False,),
     "qkv_bias": (False,),
-    "quantization": (),
-    "quantization_config": (),
     "q_lora_rank": (),
     "kv_lora_rank": (),
     "num_experts": (0,),
@@ -104,6 +102,8 @@ NEUTRAL_FOR_GEMMA: Mapping[str, tuple[object, ...]] = {
 
 INERT = frozenset(
     [
+        "quantization",
+        "quantization_config",
         "architectures",
         "auto_map",
         "_name_or_path",

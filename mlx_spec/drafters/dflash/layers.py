@@ -15,25 +15,28 @@ from mlx import nn
 
 from mlx_spec.drafters.dflash.config import BlockConfig, Flavour
 from mlx_spec.drafters.dflash.state import Context, Sight
+from mlx_spec.drafters.quantization import Format
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Named arrays, and the two things that are done with them.
+    """Named arrays, and the three things that are done with them.
 
     Attributes:
         arrays: name -> array.
         eps: of the norms.
+        formats: path of a module -> how its weight is quantized, for those that are.
         prefix: put before every name.
     """
 
     arrays: Mapping[str, mx.array]
     eps: float
+    formats: Mapping[str, Format]
     prefix: str = ""
 
     def below(self, prefix: str) -> Tensors:
         """The same arrays, seen from a module inside."""
-        return Tensors(self.arrays, self.eps, f"{self.prefix}{prefix}.")
+        return Tensors(self.arrays, self.eps, self.formats, f"{self.prefix}{prefix}.")
 
     def __getitem__(self, name: str) -> mx.array:
         return self.arrays[self.prefix + name]
@@ -47,8 +50,26 @@ class Tensors:
 
     def linear(self, name: str, x: mx.array) -> mx.array:
         """[..., K] -> [..., N] with `name.weight` [N, K] and, if there is one, `name.bias`."""
-        weight, bias = self[f"{name}.weight"], self.get(f"{name}.bias")
-        return x @ weight.T if bias is None else x @ weight.T + bias
+        form, weight, bias = self.formats.get(self.prefix + name), self[f"{name}.weight"], self.get(f"{name}.bias")
+        if form is None:
+            product = x @ weight.T
+        else:
+            scales, offsets = self[f"{name}.scales"], self.get(f"{name}.biases")
+            product = mx.quantized_matmul(x, weight, scales, offsets, transpose=True, **form.model_dump())
+        return product if bias is None else product + bias
+
+    def rows(self, name: str, ids: mx.array) -> mx.array:
+        """[...] ids -> [..., K] rows of `name.weight` [N, K]."""
+        form, weight = self.formats.get(self.prefix + name), self[f"{name}.weight"]
+        # The target's vocabulary may have more rows, padding that no real token has.
+        ids = mx.minimum(ids, weight.shape[0] - 1)
+        if form is None:
+            return weight[ids]
+        scales, offsets = self[f"{name}.scales"], self.get(f"{name}.biases")
+        offsets = None if offsets is None else offsets[ids]
+        # Some formats have scales that are no floats, which leaves the dtype open.
+        dtype = self.arrays["norm.weight"].dtype
+        return mx.dequantize(weight[ids], scales[ids], offsets, **form.model_dump(), dtype=dtype)
 
     def norm(self, name: str, x: mx.array) -> mx.array:
         """RMS norm over the last axis."""

@@ -42,11 +42,11 @@ class BlockNetwork:
         self._fc_dtype = mx.float32 if self.dtype == mx.float16 else self.dtype
         wide = ("fc.", "hidden_norm.", "aux_hidden_norms.")
         arrays = {
-            name: array.astype(self._fc_dtype) if name.startswith(wide) else array
+            name: array.astype(self._fc_dtype) if name.startswith(wide) and array.dtype == self.dtype else array
             for name, array in weights.tensors.items()
         }
         mx.eval(arrays)
-        self.tensors = Tensors(arrays, config.rms_norm_eps)
+        self.tensors = Tensors(arrays, config.rms_norm_eps, weights.formats)
         self.layers = build_layers(self.tensors, config)
         self.tapped_size = len(config.taps) * config.target_hidden_size
         self.embedded_size = config.target_hidden_size if EMBEDDING in config.taps else 0
@@ -64,8 +64,7 @@ class BlockNetwork:
         """[B, R] target ids -> [B, R, H] what the first layer reads."""
         scale = self.config.input_embedding_scale
         if "embed_tokens.weight" in self.tensors:
-            # The target's table may have more rows, padding that no real token has.
-            rows = self.tensors["embed_tokens.weight"][mx.minimum(ids, self.config.vocab_size - 1)]
+            rows = self.tensors.rows("embed_tokens", ids)
             if self.config.family == "gemma4_dspark":
                 rows = rows * mx.array(self.config.hidden_size**0.5, rows.dtype)
         elif scale is not None or target.name in _NORMED_EMBEDDINGS:
@@ -153,7 +152,7 @@ class BlockDrafter(Drafter):
     def confidence(self, states: mx.array, bonus: mx.array, chosen: mx.array) -> mx.array:
         """[B, n, H] states, [B] bonus, [B, n] proposals -> [B, n] probability that each is accepted."""
         before = mx.concatenate([bonus[:, None], chosen[:, :-1]], axis=1)
-        return mx.sigmoid(confidence_logits(self.network.tensors, states, before))
+        return mx.sigmoid(confidence_logits(self.network.tensors, self.config, states, before))
 
     def check(self, target: Target) -> None:
         """Compare hidden size, vocabulary, mask token and layers with the target.

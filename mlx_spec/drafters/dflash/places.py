@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,23 @@ _FAMILY_BY_MODEL_TYPE = {
 }
 
 _WITH_TABLES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+
+
+_RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+    (re.compile(r"^(candidate_selector\.(?:predecessor|successor)_codebook)\.weight$"), r"\1"),
+    (re.compile(r"\.self_attn\.sinks$"), ".self_attn.attention_sink_bias"),
+)
+"""Other spellings -> ours."""
+
+
+def canonical_name(name: str) -> str:
+    """A tensor's or module's name in a file -> ours."""
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 class Causal(NamedTuple):

@@ -5,28 +5,21 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.dflash.config import BlockConfig, Flavour
+from mlx_spec.drafters.dflash.places import canonical_name
+from mlx_spec.drafters.quantization import Format
 from mlx_spec.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 INTEGERS = (mx.int64, mx.int32)
-
-_RENAMED = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^encoder\.fc\."), "fc."),
-    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
-    (re.compile(r"^(candidate_selector\.(?:predecessor|successor)_codebook)\.weight$"), r"\1"),
-    (re.compile(r"\.self_attn\.sinks$"), ".self_attn.attention_sink_bias"),
-)
-"""Other spellings -> ours."""
 
 _IGNORED = re.compile(r"t2d|verifier_.*|(.*\.)?rotary_emb\.inv_freq")
 
@@ -46,20 +39,53 @@ class BlockWeights:
             same.
         largest_id: the largest target id that can be proposed.
         dtype: the drafter's dtype.
+        formats: path of a module -> how its weight is quantized, for those that are.
     """
 
     tensors: Mapping[str, mx.array]
     target_ids: mx.array | None
     largest_id: int
     dtype: mx.Dtype
+    formats: Mapping[str, Format]
+
+    def quantized(self, form: Format) -> tuple[BlockWeights, list[str]]:
+        """The same with every matrix quantized that can be, and the paths of those that cannot.
+
+        Those are matrices whose rows are no whole number of groups.
+        """
+        matrices = [name for name, array in self.tensors.items() if name.endswith(".weight") and array.ndim == 2]
+        left = [name for name in matrices if self.tensors[name].shape[1] % form.group_size]
+        tensors, formats = dict(self.tensors), dict(self.formats)
+        for name in matrices:
+            if name in left:
+                continue
+            module = name.removesuffix(".weight")
+            parts = mx.quantize(tensors[name], form.group_size, form.bits, mode=form.mode)
+            tensors |= {f"{module}.{part}": array for part, array in zip(_PARTS, parts, strict=False)}
+            formats[module] = form
+        mx.eval(tensors)
+        return replace(self, tensors=tensors, formats=formats), [name.removesuffix(".weight") for name in left]
+
+
+_PARTS = ("weight", "scales", "biases")
 
 
 @dataclass
 class _Wanted:
-    """Shapes by name, and which of them may be absent."""
+    """Shapes by name, which of them may be absent, and the dtypes of those that are not just floats."""
 
     shapes: dict[str, Shape] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
+    dtypes: dict[str, tuple[mx.Dtype, ...]] = field(default_factory=dict)
+
+    def pack(self, module: str, form: Format) -> None:
+        """Want a module's matrix in a quantized format."""
+        rows, columns = self.shapes[f"{module}.weight"]
+        packed = mx.quantize(mx.zeros((rows, columns)), form.group_size, form.bits, mode=form.mode)
+        for part, array in zip(_PARTS, packed, strict=False):
+            name = f"{module}.{part}"
+            self.shapes[name] = array.shape
+            self.dtypes[name] = FLOATS if array.dtype in FLOATS else (array.dtype,)
 
     def add(self, name: str, *shape: int, optional: bool = False) -> None:
         self.shapes[name] = shape
@@ -73,7 +99,9 @@ class _Wanted:
 
 
 def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
-    """Read and check every tensor of a drafter. The dtype is that of fc.weight.
+    """Read and check every tensor of a drafter.
+
+    The dtype is that of fc.weight, or of norm.weight where fc is quantized.
 
     Raises:
         CheckpointError: names every tensor that is missing, misshapen, of a wrong dtype, not finite, or part of a
@@ -84,6 +112,7 @@ def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
     """
     found = _canonical(_split_fused(read_tensors(folder), config, folder), folder)
     wanted = _wanted(config)
+    formats = _pack_as_stored(wanted, found, config, folder)
     unused = [name for name in found if name not in wanted.shapes and not _IGNORED.fullmatch(name)]
     refused = [found[name][0] for name in unused if _UNSUPPORTED.fullmatch(name)]
     spare = [found[name][0] for name in unused if not _UNSUPPORTED.fullmatch(name)]
@@ -101,12 +130,12 @@ def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
         )
     used = {name: array for name, (_, array) in found.items() if name in wanted.shapes}
     d2t = used.pop("d2t", None)
-    dtype = used["fc.weight"].dtype
-    tensors = {name: array.astype(dtype) for name, array in used.items()}
+    dtype = used["norm.weight" if "fc" in formats else "fc.weight"].dtype
+    tensors = {name: array.astype(dtype) if array.dtype in FLOATS else array for name, array in used.items()}
     target_ids = None if d2t is None else _target_ids(d2t, config, folder)
     mx.eval(tensors, target_ids)
     largest = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
-    return BlockWeights(tensors, target_ids, largest, dtype)
+    return BlockWeights(tensors, target_ids, largest, dtype, formats)
 
 
 def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig, folder: Path) -> dict[str, mx.array]:
@@ -126,13 +155,35 @@ def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig, folder: P
     return split
 
 
+def _pack_as_stored(
+    wanted: _Wanted, found: Mapping[str, object], config: BlockConfig, folder: Path
+) -> dict[str, Format]:
+    """Want every matrix whose scales are stored in the format the config names. Module -> format."""
+    modules = [name.removesuffix(".weight") for name, shape in wanted.shapes.items() if len(shape) == 2]
+    stored = [module for module in modules if f"{module}.scales" in found]
+    formats = {}
+    for module in stored:
+        form = None if config.quantization is None else config.quantization.format_of(module)
+        if form is None:
+            raise CheckpointError(
+                f"{folder} holds {module}.scales, but its config.json has no quantization block for it, "
+                "with group_size and bits"
+            )
+        rows = wanted.shapes[f"{module}.weight"][1]
+        if rows % form.group_size:
+            raise CheckpointError(
+                f"{folder}: {module}.scales is there, but rows of {rows} are no whole groups of {form.group_size}"
+            )
+        wanted.pack(module, form)
+        formats[module] = form
+    return formats
+
+
 def _canonical(tensors: Mapping[str, mx.array], folder: Path) -> dict[str, tuple[str, mx.array]]:
     """Name in the one layout -> (name in the file, array)."""
     found: dict[str, tuple[str, mx.array]] = {}
     for name, array in tensors.items():
-        short = name
-        for pattern, replacement in _RENAMED:
-            short = pattern.sub(replacement, short)
+        short = canonical_name(name)
         if short in found:
             raise CheckpointError(f"{folder}: {found[short][0]} and {name} are the same tensor under two names")
         found[short] = (name, array)
@@ -145,7 +196,7 @@ def _problems(found: Mapping[str, tuple[str, mx.array]], wanted: _Wanted) -> lis
     problems = []
     for name, shape in wanted.shapes.items():
         if name in found:
-            problems += _faults(*found[name], shape, INTEGERS if name == "d2t" else FLOATS)
+            problems += _faults(*found[name], shape, wanted.dtypes.get(name, INTEGERS if name == "d2t" else FLOATS))
         elif name not in wanted.optional:
             problems.append(f"{spell(name)} is missing, wanted {list(shape)}")
     return problems
@@ -165,7 +216,7 @@ def _faults(name: str, array: mx.array, shape: Shape, dtypes: tuple[mx.Dtype, ..
         return [f"{name} has shape {list(array.shape)}, wanted {list(shape)}"]
     if array.dtype not in dtypes:
         return [f"{name} has dtype {_short(array.dtype)}, wanted {' or '.join(map(_short, dtypes))}"]
-    if not mx.isfinite(array).all().item():
+    if array.dtype in FLOATS and not mx.isfinite(array).all().item():
         return [f"{name} holds NaN or infinity"]
     return []
 
