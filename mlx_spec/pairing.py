@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, read_tensors, telling
+from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
+from mlx_spec.drafters.mtp.files import files_to_fetch
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
 from mlx_spec.errors import ModelNotFound, UnsupportedOption
@@ -27,7 +30,7 @@ _tokenizers: dict[int, Any] = {}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 _TARGET_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja")
-_DRAFTER_FILES = ("*.json", TENSOR_PATTERN)
+_SETTINGS_FILES = ("*.json",)
 
 
 def load(
@@ -81,6 +84,33 @@ def load_without_tokenizer(path_or_id: str | Path) -> Any:
     return model
 
 
+def settings_folder(path_or_id: str | Path) -> Path:
+    """The local folder with a checkpoint's JSON files; of a hub repository these alone are downloaded.
+
+    Raises:
+        ModelNotFound: as in `load`.
+    """
+    return _folder(path_or_id, _SETTINGS_FILES)
+
+
+def target_without_weights(path_or_id: str | Path) -> Target:
+    """A target that cannot compute: what it is, for drafters that ask. Downloads the settings alone.
+
+    Raises:
+        ModelNotFound, CheckpointError: as in `load`.
+        UnsupportedOption: mlx-lm has no module for its `model_type`.
+    """
+    folder = settings_folder(path_or_id)
+    config = read_config(folder)
+    model_type = str(config.get("model_type"))
+    name = mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)
+    if not name.isidentifier() or find_spec(f"mlx_lm.models.{name}") is None:
+        raise UnsupportedOption(f"{folder / CONFIG_NAME}: model_type is {model_type!r}, for which mlx-lm has no module")
+    with telling(folder):
+        module = import_module(f"mlx_lm.models.{name}")
+        return Target(module.Model(module.ModelArgs.from_dict(config)))
+
+
 def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
     folder = _folder(path_or_id, _TARGET_FILES, revision)
     if not (folder / CONFIG_NAME).is_file():
@@ -89,22 +119,29 @@ def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
 
 
 def load_drafter(
-    path_or_id: str | Path, target: Any, kind: str | None = None, taps: Sequence[int] | None = None
+    path_or_id: str | Path,
+    target: Any,
+    kind: str | None = None,
+    taps: Sequence[int] | None = None,
+    quantize: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """Load a drafter for a target, and refuse it if the two do not fit.
 
     Args:
         path_or_id: a local folder, "owner/name" on the Hugging Face hub, or "ngram" for lookup in the text itself.
-            What the folder holds may be an ordinary language model.
+            What the folder holds may be an ordinary language model, or the target itself where it carries a
+            prediction layer.
         target: an mlx-lm model, or a Target.
         kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
         taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
+        quantize: `group_size`, `bits` and, if it is not "affine", `mode` of one of mlx's formats, to quantize the
+            drafter's matrices once they are loaded.
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
         CheckpointError: the checkpoint is incomplete, damaged, or of a variant that is not supported.
         UnknownDrafter: nothing says what kind of drafter it is.
-        UnsupportedOption: that kind cannot be loaded yet.
+        UnsupportedOption: that kind cannot be loaded yet, or not with these options.
         IncompatiblePair: hidden size, vocabulary or layers do not fit, or a language model's tokens are not those of
             the tokenizer that `load` gave with the target; names both values.
         UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
@@ -113,30 +150,40 @@ def load_drafter(
         UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
     """
     paired = target if isinstance(target, Target) else Target(target)
-    drafter = _drafter(path_or_id, paired, kind, taps)
+    drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": quantize})
     validate_drafter_compatibility(drafter, paired)
     drafter.check_tokenizer(_tokenizers.get(id(paired.model)))
     return drafter
 
 
-def _drafter(path_or_id: str | Path, target: Target, kind: str | None, taps: Sequence[int] | None) -> Drafter:
+def _drafter(path_or_id: str | Path, target: Target, kind: str | None, options: Mapping[str, Any]) -> Drafter:
     if str(path_or_id) == NGRAM:
         resolve_family({"model_type": NGRAM}, kind)
-        if taps is not None:
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        if given:
             raise UnsupportedOption(
-                f"taps={tuple(taps)} was given, but an n-gram drafter reads no layer. Leave it out."
+                f"{' and '.join(given)} was given, but an n-gram drafter is text alone. Leave it out."
             )
         return NgramDrafter()
-    folder = _folder(path_or_id, _DRAFTER_FILES)
-    family = resolve_family(read_config(folder), kind, read_tensors(folder))
+    folder = _drafter_folder(path_or_id, target, kind)
+    family = resolve_family(read_config(folder), kind, tensor_names(folder))
     if family.name == NGRAM:
         raise UnsupportedOption(f"an n-gram drafter has no checkpoint: give {NGRAM!r} in place of {folder}.")
     module = open_family(family)
     check_target(family, target)
-    drafter = module.load(folder, target, taps)
+    drafter = module.load(folder, target, **options)
     drafter.architecture = family.architecture
     drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
     return drafter
+
+
+def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) -> Path:
+    """The local folder, downloaded if need be. Of a target's own repository the prediction layer's shards alone are."""
+    folder = settings_folder(path_or_id)
+    if Path(path_or_id).expanduser().is_dir():
+        return folder
+    shards = files_to_fetch(folder, target, kind == "mtp")
+    return _folder(path_or_id, (*_SETTINGS_FILES, *([TENSOR_PATTERN] if shards is None else shards)))
 
 
 def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:

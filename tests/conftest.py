@@ -29,6 +29,19 @@ if sys.platform == "linux":
     mx.set_default_device(mx.cpu)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where fixtures with a reference's outputs are."""
+    group = parser.getgroup("drafters")
+    # pytest calls a list of its own fixtures so; that list is still to be had as --funcargs.
+    group._arggroup.conflict_handler = "resolve"
+    group.addoption(
+        "--fixtures",
+        action="append",
+        metavar="DIR",
+        help="compare drafters with the golden files below DIR instead of tests/fixtures; may be given several times",
+    )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `metal` says so instead of failing where there is no such device."""
     if item.get_closest_marker("metal") is not None and not mx.metal.is_available():
@@ -42,7 +55,7 @@ def fixed_seed() -> int:
     return SEED
 
 
-TOLD = "told"
+TOLD, TOLD_ALWAYS = "told", "told always"
 
 
 @pytest.fixture
@@ -52,12 +65,21 @@ def tell(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return lambda line: request.node.user_properties.append((TOLD, line))
 
 
+@pytest.fixture
+def tell_always(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """As `tell`, for a line that a quiet run ends with too."""
+    return lambda line: request.node.user_properties.append((TOLD_ALWAYS, line))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what tests had to tell: which seed a property was tried from, and how often."""
     ended = [report for reports in terminalreporter.stats.values() for report in reports]
     calls = [report for report in ended if isinstance(report, pytest.TestReport) and report.when == "call"]
-    lines = [line for report in calls for name, line in report.user_properties if name == TOLD]
-    if lines and (config.get_verbosity() >= 0 or settings.get_current_profile_name() == "deep"):
+    told = [TOLD_ALWAYS]
+    if config.get_verbosity() >= 0 or settings.get_current_profile_name() == "deep":
+        told.append(TOLD)
+    lines = [line for report in calls for name, line in report.user_properties if name in told]
+    if lines:
         terminalreporter.section("told by tests")
         for line in lines:
             terminalreporter.write_line(line)

@@ -88,13 +88,15 @@ def test_a_hub_id_is_downloaded_without_code(hub: Callable[[object], list[dict[s
     requests = hub(FLAT)
     loaded = load_drafter("someone/drafter-EAGLE3", target())
     assert loaded.name == "someone/drafter-EAGLE3"
+    asked = {"name": "someone/drafter-EAGLE3", "revision": None}
     assert requests == [
-        {"name": "someone/drafter-EAGLE3", "revision": None, "allow_patterns": ["*.json", "*.safetensors"]}
+        {**asked, "allow_patterns": ["*.json"]},
+        {**asked, "allow_patterns": ["*.json", "*.safetensors"]},
     ]
     with pytest.raises(CheckpointError):
         load("someone/target", revision="main", lazy=True)
-    assert requests[1]["revision"] == "main"
-    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[1]["allow_patterns"])
+    assert requests[2]["revision"] == "main"
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in requests[2]["allow_patterns"])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,10 @@ def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_p
         content["architectures"] = ["LlamaForCausalLM"]
         del content["eagle_config"], content["draft_vocab_size"]
 
-    with pytest.raises(CheckpointError, match="does not list the target layers"):
+    with (
+        pytest.warns(UserWarning, match=r"does not list the target layers .* layers \[1, 3, 4\] are taken"),
+        pytest.raises(CheckpointError, match="draft_vocab_size"),
+    ):
         load_drafter(write(tmp_path, original), target())
     folder = write(tmp_path, lambda content: content.update(architectures=["LlamaForCausalLM"], eagle_config=None))
     assert load_drafter(folder, target(), taps=(1, 3, 4)).taps == (1, 3, 4)
@@ -188,9 +193,11 @@ def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
     ("edit", "error", "words"),
     [
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedOption, "'dflash' .*cannot be loaded yet"),
-        ({"speculators_model_type": "mtp"}, UnsupportedOption, "'qwen3_5_mtp' .*cannot be loaded yet"),
+        ({"speculators_model_type": "mtp"}, IncompatiblePair, "made for qwen3_5 or qwen3_5_moe or qwen3_next"),
         ({"speculators_model_type": "medusa"}, UnknownDrafter, "medusa"),
-        ({"model_type": "qwen3"}, CheckpointError, "model_type='qwen3'"),
+        ({"model_type": "qwen2"}, CheckpointError, "model_type='qwen2'"),
+        ({"model_type": "qwen3"}, CheckpointError, "q_norm.weight is missing"),
+        ({"num_target_layers": 9}, IncompatiblePair, "for a target of 9 layers, but target 'llama' has 8"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, IncompatiblePair, "counts hidden states"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 30]}}, IncompatiblePair, "has layers 0..7"),
         ({"vocab_size": 5000}, IncompatiblePair, "vocabulary of 5000"),

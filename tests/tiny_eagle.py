@@ -74,7 +74,7 @@ def _config(target: Target, hidden: int, heads: tuple[int, int, int], inner: int
         "draft_vocab_size": DRAFTED,
         "tie_word_embeddings": False,
         "rope_theta": 1e4,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, target.layer_count - 1]},
+        "target_layer_ids": [0, target.layer_count - 1],
     }
 
 

@@ -177,6 +177,15 @@ class ChainState(DrafterState):
         """The caches' buffers and the pending rows."""
         return [*cache_arrays(self._caches), *self._rows]
 
+    def cache_tree(self, target_caches: Sequence[Any]) -> dict[str, list[Any]]:
+        """The caches of both sides of one request, for whoever counts or keeps them.
+
+        Returns:
+            {"target": the caches given, "draft": this state's}. They advance together: with what is pending run, the
+            draft's are one row behind, since a pair holds a token and the hidden state before it.
+        """
+        return {"target": list(target_caches), "draft": list(self._caches)}
+
     def _append(self, ids: Rows, hidden: mx.array | None) -> None:
         tokens = [list(row) for row in ids]
         if hidden is None or hidden.ndim != 3 or any(hidden.shape[:2] != (len(tokens), len(row)) for row in tokens):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -19,6 +20,21 @@ TENSOR_PATTERN = "*.safetensors"
 
 JSON_LIMIT_BYTES = 64 * 2**20
 """The largest config or index that is read; an index of a hundred thousand tensors has some ten million bytes."""
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """One safetensors file.
+
+    Attributes:
+        path: where it is.
+        metadata: what its writer noted.
+        tensors: name -> array, lazy.
+    """
+
+    path: Path
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, mx.array]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -58,6 +74,62 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
     return tensors
 
 
+def indexed_names(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the folder's index has them; nothing without an index.
+
+    Raises:
+        CheckpointError: the index is no index, or names a file outside the folder.
+    """
+    index = folder / INDEX_NAME
+    return _weight_map(index) if index.exists() else {}
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of the folder's tensors: those its index lists, and those in its files. Files may be missing.
+
+    Raises:
+        CheckpointError: a damaged file or index, or neither an index nor a file.
+    """
+    names = set(indexed_names(folder))
+    files = _present(folder)
+    if not names and not files:
+        raise _nothing_in(folder)
+    for path in files:
+        names |= _load(path).keys()
+    return names
+
+
+def files_holding(folder: Path, wanted: Callable[[str], bool]) -> list[TensorFile]:
+    """The folder's safetensors files that hold a wanted tensor, whether or not an index names them.
+
+    Args:
+        folder: may lack the files of tensors that are not wanted.
+        wanted: tensor name -> whether it is.
+
+    Raises:
+        CheckpointError: a damaged file, a wanted name that two files define, or an index that names a file outside
+            the folder or an absent one for a wanted tensor.
+    """
+    for name, file in indexed_names(folder).items():
+        if wanted(name) and not (folder / file).is_file():
+            raise CheckpointError(
+                f"{folder / INDEX_NAME} names {file!r} for {name}, which is not in the folder: the download is "
+                "incomplete"
+            )
+    held: list[TensorFile] = []
+    origin: dict[str, Path] = {}
+    for path in _present(folder):
+        tensors, metadata = _load_with_metadata(path)
+        names = [name for name in tensors if wanted(name)]
+        for name in names:
+            if name in origin:
+                raise CheckpointError(f"tensor {name!r} is in {origin[name]} and in {path}: keep one of the files")
+            origin[name] = path
+        if names:
+            held.append(TensorFile(path, metadata, tensors))
+    return held
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     # Reading a pipe or a device may never end.
     if not path.is_file():
@@ -78,23 +150,41 @@ def _tensor_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.exists():
         return _indexed_files(index)
-    files = sorted(path for path in folder.glob(TENSOR_PATTERN) if path.is_file())
+    files = _present(folder)
     if not files:
-        raise CheckpointError(
-            f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."
-        )
+        raise _nothing_in(folder)
     return files
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
-    files = []
-    for name in sorted(set(weight_map.values())):
-        path = index.parent / name
-        if _leaves_folder(name) or path.suffix != ".safetensors":
+    for name in weight_map.values():
+        if _leaves_folder(name) or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {name!r}: only safetensors files inside the folder are read")
+    return weight_map
+
+
+def _present(folder: Path) -> list[Path]:
+    files = sorted(folder.glob(TENSOR_PATTERN))
+    for path in files:
+        # Reading a pipe or a device may never end.
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+    return files
+
+
+def _nothing_in(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    files = []
+    for name in sorted(set(_weight_map(index).values())):
+        path = index.parent / name
         if not path.is_file():
             raise CheckpointError(f"{index} names {name!r}, which is not in the folder: the download is incomplete")
         files.append(path)
@@ -107,15 +197,20 @@ def _leaves_folder(name: str) -> bool:
 
 
 def _load(path: Path) -> dict[str, mx.array]:
+    return _load_with_metadata(path)[0]
+
+
+def _load_with_metadata(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     _require_sound(path)
     try:
-        loaded = mx.load(str(path))
+        loaded, metadata = mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a complete safetensors file: {_first_line(error)}. Download or convert it again."
         ) from None
     assert isinstance(loaded, dict)  # what mx.load gives for this suffix
-    return loaded
+    assert isinstance(metadata, dict)
+    return loaded, metadata
 
 
 def _require_sound(path: Path) -> None:

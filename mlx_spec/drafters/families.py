@@ -73,6 +73,7 @@ _EAGLE3 = (
     Family(
         name="eagle3_mla",
         kind="eagle3",
+        module="mlx_spec.drafters.eagle3",
         architectures=("Eagle3DeepseekV2ForCausalLM",),
         targets=("deepseek_v3", "kimi_k25"),
         layouts=("flat",),
@@ -146,6 +147,7 @@ _MTP = (
     Family(
         name="qwen3_5_mtp",
         kind="mtp",
+        module="mlx_spec.drafters.mtp",
         architectures=("MTPDraftModel",),
         model_types=("qwen3_5_mtp", "qwen3_next_mtp", "mtp"),
         natives=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
@@ -155,13 +157,16 @@ _MTP = (
     Family(
         name="deepseek_nextn",
         kind="mtp",
-        natives=("deepseek_v3", "deepseek_v32", "kimi_k2", "joyai_llm_flash"),
-        targets=("deepseek_v3", "deepseek_v32"),
+        module="mlx_spec.drafters.mtp",
+        model_types=("deepseek_v3_mtp", "deepseek_v32_mtp"),
+        natives=("deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "joyai_llm_flash"),
+        targets=("deepseek_v3", "deepseek_v32", "kimi_k25"),
         layouts=("native", "split"),
     ),
     Family(
         name="glm_nextn",
         kind="mtp",
+        module="mlx_spec.drafters.mtp",
         model_types=("glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_moe_dsa_mtp"),
         natives=("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         targets=("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
@@ -175,7 +180,15 @@ _MTP = (
         targets=("gemma4", "gemma4_text"),
         layouts=("own folder",),
     ),
-    Family(name="mimo_mtp", kind="mtp", natives=("mimo",), targets=("mimo",), layouts=("native",)),
+    Family(
+        name="mimo_mtp",
+        kind="mtp",
+        module="mlx_spec.drafters.mtp",
+        model_types=("mimo_mtp",),
+        natives=("mimo",),
+        targets=("mimo",),
+        layouts=("native", "split"),
+    ),
     Family(name="mimo_v2_mtp", kind="mtp", natives=("mimo_v2_flash",), targets=("mimo_v2_flash",), layouts=("native",)),
     Family(name="step3p5_mtp", kind="mtp", natives=("step3p5",), targets=("step3p5",), layouts=("native",)),
     Family(

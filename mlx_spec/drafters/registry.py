@@ -38,7 +38,7 @@ _NATIVE_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 _EAGLE3_TENSORS = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
 
-_NATIVE_TENSOR = re.compile(r"(^|\.)mtp[._]|\.eh_proj\.")
+_NATIVE_TENSOR = re.compile(r"(^|\.)mtp[._]|\.(eh_proj|enorm|hnorm|shared_head)\.")
 """What the names of a target's own drafting layers have in them."""
 
 _LANGUAGE_MODEL_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
@@ -49,8 +49,14 @@ _METHOD_BY_KIND = {"eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"}
 class FamilyModule(Protocol):
     """What the package of a family offers."""
 
-    def load(self, folder: Path, target: Target, taps: Sequence[int] | None = None) -> Drafter:
-        """Read a checkpoint folder for a target."""
+    def load(
+        self,
+        folder: Path,
+        target: Target,
+        taps: Sequence[int] | None = None,
+        quantize: Mapping[str, Any] | None = None,
+    ) -> Drafter:
+        """Read a checkpoint folder for a target, and quantize what was read if asked to."""
         ...
 
 

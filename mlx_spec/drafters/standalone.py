@@ -23,6 +23,7 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.checkpoint import telling
+from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.target.model import Target, evaluate_arrays
@@ -36,16 +37,19 @@ PENDING_LIMIT = 64
 _TOKENIZER_NAME = "tokenizer.json"
 
 
-def load(folder: Path, target: Target, taps: Sequence[int] | None = None) -> StandaloneDrafter:
+def load(
+    folder: Path, target: Target, taps: Sequence[int] | None = None, quantize: Mapping[str, Any] | None = None
+) -> StandaloneDrafter:
     """Load a language model from its folder, as mlx-lm does, and its tokenizer's vocabulary.
 
     Args:
         folder: holds config.json, `model*.safetensors` and, to be compared with the target's, tokenizer.json.
         target: what it will draft for.
         taps: refused: it reads tokens, no layer of the target.
+        quantize: `group_size`, `bits` and `mode`, to quantize its matrices after they are loaded.
 
     Raises:
-        UnsupportedOption: `taps` was given.
+        UnsupportedOption: `taps` was given, or `quantize` cannot be done.
         CheckpointError: mlx-lm cannot load it, a weight is NaN, or tokenizer.json is damaged.
     """
     del target
@@ -57,6 +61,8 @@ def load(folder: Path, target: Target, taps: Sequence[int] | None = None) -> Sta
     # Making a model draws its first weights; the caller's text must not depend on that.
     rewind_random_state(key.tolist())  # type: ignore[arg-type]
     _require_numbers(model, folder)
+    if quantize is not None:
+        quantize_on_load(model, quantize)
     return StandaloneDrafter(model, name=folder.name, vocabulary=_vocabulary(folder))
 
 

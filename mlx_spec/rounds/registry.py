@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.errors import UnknownDrafter
 from mlx_spec.rounds.base import DraftedLoop, RoundLoop
-from mlx_spec.rounds.eagle3 import Eagle3Loop
+from mlx_spec.rounds.hidden import HiddenLoop
 from mlx_spec.rounds.ngram import NgramLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.rounds.standalone import StandaloneLoop
@@ -13,7 +13,8 @@ from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
 
 ROUND_LOOPS: dict[str, type[DraftedLoop]] = {
-    "eagle3": Eagle3Loop,
+    "eagle3": HiddenLoop,
+    "mtp": HiddenLoop,
     "ngram": NgramLoop,
     "callable": NgramLoop,
     "standalone": StandaloneLoop,

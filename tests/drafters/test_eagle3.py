@@ -15,7 +15,7 @@ from mlx_spec.cache.adopt import new_append_cache
 from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
-from mlx_spec.drafters.eagle3.weights import read_weights
+from mlx_spec.drafters.eagle3.weights import read_stored, read_weights
 from mlx_spec.errors import IncompatiblePair
 from tests.drafters.eagle3_files import FLAT, FOLDER, config, drafter, golden, load, target, tensors, write
 from tests.host_reads import count_host_reads
@@ -289,7 +289,7 @@ def test_half_precision_drafts_finite_numbers_even_where_tapped_states_exceed_fl
     assert fused.dtype == dtype
     if dtype == mx.bfloat16:
         assert mx.isfinite(fused).all().item()
-    assert half.network._tensors["fc.weight"].dtype == (mx.float32 if dtype == mx.float16 else dtype)
+    assert half.network.modules.fc.weight.dtype == (mx.float32 if dtype == mx.float16 else dtype)
     assert mx.isfinite(half.network.fuse(hidden * 1e4, target())).all().item()
     assert state.propose([3], 3).dtype == mx.int32
 
@@ -352,7 +352,7 @@ def test_without_a_head_the_vocabularies_must_be_the_same(tmp_path: Path) -> Non
     headless = load(write(tmp_path, lambda content: content.update(draft_vocab_size=96), full_vocabulary))
     headless.check(target())
     states = mx.random.normal((1, 1, 32))
-    normed = mx.fast.rms_norm(states, headless.network._tensors["norm.weight"], 1e-5)
+    normed = mx.fast.rms_norm(states, headless.network.modules.norm.weight, 1e-5)
     assert mx.array_equal(headless.network.logits(states, target()), target().head(normed))
     with pytest.raises(IncompatiblePair, match="97"):
         headless.check(stand_in(vocab_size=97))
@@ -376,14 +376,14 @@ def test_a_tied_full_vocabulary_without_a_head_uses_its_own_embedding(tmp_path: 
         write(tmp_path, lambda content: content.update(draft_vocab_size=96, tie_word_embeddings=True), tied)
     ).network
     states = mx.random.normal((1, 1, 32))
-    normed = mx.fast.rms_norm(states, network._tensors["norm.weight"], 1e-5)
+    normed = mx.fast.rms_norm(states, network.modules.norm.weight, 1e-5)
     assert mx.array_equal(network.logits(states, target()), normed @ table.T)
 
 
 def test_a_drafter_of_another_width_needs_an_embedding_of_its_own(tmp_path: Path) -> None:
     ours = Eagle3Config.parse(config(), FLAT)
     narrow = ours.model_copy(update={"hidden_size": 16, "target_hidden_size": 32})
-    other = Eagle3Drafter("narrow", narrow, read_weights(FLAT, ours))
+    other = Eagle3Drafter("narrow", narrow, read_weights(read_stored(FLAT), ours))
     with pytest.raises(IncompatiblePair, match=r"hidden size 16 .* have 32"):
         other.check(target())
 

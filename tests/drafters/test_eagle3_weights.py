@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_spec.errors import CheckpointError
 from tests.drafters.eagle3_files import FLAT, Tensors, config, drafter, load, target, tensors, write
@@ -111,19 +112,19 @@ def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "midlayer.self_attn.q_norm.weight",
         "midlayer.self_attn.kv_b_proj.weight",
         "layers.1.mlp.up_proj.weight",
-        "input_norm.weight",
-        "fc_norm.0.weight",
-        "midlayer.mlp.up_proj.scales",
+        "midlayer.mlp.experts.0.up_proj.weight",
+        "midlayer.mlp.up_proj.weight_scale",
         "midlayer.self_attn.q_proj.bias",
+        "lm_head.bias",
+        "mask_hidden",
     ],
 )
 def test_a_tensor_of_an_unsupported_variant_is_refused_by_name(tmp_path: Path, name: str) -> None:
     message = refusal(write(tmp_path, edit_tensors=lambda content: content.update({name: mx.zeros((8,))})))
     assert f"{name} belongs to an unsupported variant" in message
-    assert "one Llama layer in the flat layout" in message
+    assert "Supported are EAGLE-3 drafters with" in message
 
 
 def test_tensors_that_are_not_used_are_named_in_one_warning(tmp_path: Path) -> None:
@@ -192,8 +193,10 @@ def test_shards_named_by_an_index_are_read(tmp_path: Path) -> None:
     weight_map = {name: shard for shard, members in shards.items() for name in members}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text(json.dumps(config()))
-    loaded = load(tmp_path).network._tensors
-    assert all(mx.array_equal(array, drafter().network._tensors[name]) for name, array in loaded.items())
+    loaded = dict(tree_flatten(load(tmp_path).network.modules.parameters()))
+    expected = dict(tree_flatten(drafter().network.modules.parameters()))
+    assert loaded.keys() == expected.keys()
+    assert all(mx.array_equal(array, expected[name]) for name, array in loaded.items())
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,69 @@
-"""EAGLE-3 drafters with one Llama layer, flat layout."""
+"""EAGLE-3 drafters: Llama, Qwen3 and latent-attention layers, in the layouts their authors publish."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mlx_spec.drafters.checkpoint import read_config
-from mlx_spec.drafters.eagle3.config import Eagle3Config
+import mlx.core as mx
+
+from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
+from mlx_spec.drafters.eagle3.config import Beside, Eagle3Config
+from mlx_spec.drafters.eagle3.lineage import Lineage
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
-from mlx_spec.drafters.eagle3.weights import read_weights
+from mlx_spec.drafters.eagle3.weights import canonical, read_stored, read_weights
+from mlx_spec.drafters.quantization import foreign_quantization, quantize_on_load, read_quantization
+from mlx_spec.errors import UnsupportedOption
 from mlx_spec.target.model import Target
 
 __all__ = ["load"]
 
 
-def load(folder: Path, target: Target, taps: Sequence[int] | None = None) -> Eagle3Drafter:
+def load(
+    folder: Path, target: Target, taps: Sequence[int] | None = None, quantize: Mapping[str, Any] | None = None
+) -> Eagle3Drafter:
     """Load a drafter from its folder.
 
     Args:
         folder: holds config.json and safetensors.
-        target: what it will draft for.
+        target: what it will draft for. Lends settings to drafters with latent attention, and its depth where the
+            file does not list the layers to read.
         taps: 0-based target layers whose outputs it reads, instead of those the config lists.
+        quantize: `group_size`, `bits` and `mode`, to quantize the drafter's matrices after they are loaded. What the
+            target is quantized to plays no part.
 
     Raises:
         CheckpointError: names everything that is missing, of a wrong shape, or not supported.
+        UnsupportedOption: `quantize` cannot be done, or this process is one of several that share a model.
+
+    Warns:
+        UserWarning: names keys and tensors that are ignored, and whatever was taken from elsewhere.
     """
-    del target
-    config = Eagle3Config.parse(read_config(folder), folder, taps)
-    return Eagle3Drafter(folder.name, config, read_weights(folder, config))
+    _refuse_group(mx.distributed.init().size())
+    config, stored, path = read_config(folder), read_stored(folder), folder / CONFIG_NAME
+    ignored = foreign_quantization(config, stored.tensors, path)
+    quantization = read_quantization(config, path, canonical)
+    beside = Beside(
+        names=stored.tensors.keys(),
+        fc_columns=stored.fc_columns(quantization),
+        quantization=quantization,
+        lineage=Lineage.of(target),
+    )
+    parsed = Eagle3Config.parse(config, folder, taps, beside)
+    weights = read_weights(stored, parsed)
+    if ignored is not None:
+        warnings.warn(f"{path}: {ignored}", stacklevel=3)
+    if quantize is not None:
+        left = quantize_on_load(weights.modules, quantize)
+        if left:
+            warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {', '.join(left)}", stacklevel=3)
+    return Eagle3Drafter(folder.name, parsed, weights)
+
+
+def _refuse_group(size: int) -> None:
+    if size > 1:
+        raise UnsupportedOption(
+            f"EAGLE-3 drafts on one device, but this process is one of a distributed group of {size}. Start it alone."
+        )

@@ -1,154 +1,70 @@
-"""The settings of an EAGLE-3 drafter with one Llama layer, read from a config.json in the flat layout."""
+"""The settings of an EAGLE-3 drafter: geometry and conventions, from its config.json, its tensors and its target."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from mlx_spec.drafters.checkpoint import CONFIG_NAME
-from mlx_spec.drafters.rope import NESTED_KEYS, Rope, read_rope
+from mlx_spec.drafters.eagle3.keys import (
+    LATENT_KEYS,
+    NEEDED,
+    OPTIONAL,
+    REPEATING_ARCHITECTURE,
+    Settings,
+    read_proposals,
+    read_settings,
+    warn_unknown,
+)
+from mlx_spec.drafters.eagle3.lineage import BORROWED, Lineage
+from mlx_spec.drafters.eagle3.taps import Taps, read_taps
+from mlx_spec.drafters.quantization import Quantization
+from mlx_spec.drafters.rope import Rope, read_rope
 from mlx_spec.errors import CheckpointError
 
-SUPPORTED = (
-    "Supported are EAGLE-3 drafters with one Llama layer in the flat layout: "
-    "no norm before fc, the un-normalised hidden state as residual, full attention, unquantized."
-)
+_FIRST_ATTENTION = "layers.0.self_attn."
 
-EAGLE_CONFIG = "eagle_config"
 
-# Where the tapped layers are listed, and what to subtract to get 0-based layer outputs. A list that counts
-# hidden states has the embedding as entry 0, so layer i's output is entry i + 1.
-_TAP_KEYS = (
-    (EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", 0),
-    (EAGLE_CONFIG, "aux_hidden_state_layer_ids", 0),
-    (None, "target_layer_ids", 0),
-    (None, "eagle_aux_hidden_state_layer_ids", 1),
-    (None, "aux_hidden_state_layer_ids", 1),
-)
+@dataclass(frozen=True)
+class Beside:
+    """What lies beside a config.json.
 
-_NEEDED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "hidden_act",
-    "vocab_size",
-)
+    Attributes:
+        names: of the stored tensors, in the one layout.
+        fc_columns: columns of fc, in entries; None for unknown.
+        quantization: formats of the stored tensors.
+        lineage: what is known about the target; None for nothing.
+    """
 
-_OPTIONAL = (
-    "head_dim",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "attention_bias",
-    "mlp_bias",
-    "bias",
-    "tie_word_embeddings",
-)
+    names: Collection[str] = ()
+    fc_columns: int | None = None
+    quantization: Quantization | None = None
+    lineage: Lineage | None = None
 
-# Keys that change what is computed -> values under which they change nothing. null and absence are always fine.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "speculators_model_type": (),
-    "speculators_config": (),
-    "transformer_layer_config": (),
-    "dflash_config": (),
-    "model_type": ("llama",),
-    "hidden_act": ("silu",),
-    "num_hidden_layers": (1,),
-    "norm_before_residual": (False,),
-    "norm_before_fc": (False,),
-    "fc_norm": (False,),
-    "use_aux_norm": (False,),
-    "norm_output": (False,),
-    "qk_norm": (False,),
-    "use_qk_norm": (False,),
-    "q_lora_rank": (),
-    "kv_lora_rank": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "num_nextn_predict_layers": (0,),
-    "quantization": (),
-    "quantization_config": (),
-    "use_sliding_window": (False,),
-    "layer_types": (["full_attention"],),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "is_neox_style": (True,),
-    "rope_is_neox_style": (True,),
-    "rope_interleave": (False,),
-    "rope_interleaved": (False,),
-    "rope_traditional": (False,),
-}
+    def holds(self, prefix: str) -> bool:
+        """Whether a tensor's name begins so."""
+        return any(name.startswith(prefix) for name in self.names)
 
-_NEUTRAL_NESTED: dict[str, tuple[object, ...]] = {
-    "use_aux_hidden_state": (True,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
-    "use_mtp_layernorm": (False,),
-    "parallel_draft_step": (0, 1),
-    **{
-        key: _NEUTRAL[key]
-        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output")
-    },
-}
 
-# Say nothing about a forward pass with one layer.
-_INERT = frozenset(
-    [
-        "architectures",
-        "auto_map",
-        "_name_or_path",
-        "name_or_path",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "target_model_type",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "initializer_range",
-        "use_cache",
-        "attention_dropout",
-        "hidden_dropout",
-        "pretraining_tp",
-        "gradient_checkpointing",
-        "max_position_embeddings",
-        "max_window_layers",
-        "is_decoder",
-        "is_encoder_decoder",
-        "id2label",
-        "label2id",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "chunk_size_feed_forward",
-        "problem_type",
-        "task_specific_params",
-        "ttt_length",
-        "has_lm_head",
-        "embed_requires_grad",
-        "sliding_window",
-        "num_aux_hidden_states",
-        "next_layer_regular",
-        "parallel_draft_heads_num_layers",
-        "num_eagle_features",
-    ]
-)
+class Latent(BaseModel):
+    """Geometry of latent attention, by the names that DeepSeek-V3 gave.
+
+    Attributes:
+        q_lora_rank: None where queries are projected in one step.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
 
 
 class Eagle3Config(BaseModel):
@@ -159,15 +75,26 @@ class Eagle3Config(BaseModel):
         target_hidden_size: H_t, of each tapped state.
         vocab_size: the target's vocabulary as the drafter knows it; rows of its embedding, if it has one.
         draft_vocab_size: tokens its head can propose.
+        num_target_layers: of the target it was made for; None where the file does not say.
         bias: whether fc has a bias.
+        qk_norm: whether queries and keys are normalised per head.
+        embeds_every_layer: whether every layer reads the embedding beside the hidden state, or only the first.
+        norm_before_residual: whether the first layer adds to the normalised hidden state.
+        norm_before_fc: whether the tapped states side by side are normalised.
+        fc_norm: whether each tapped state is normalised.
+        norm_output: whether a fed-back output is normalised.
+        latent: geometry of latent attention; None for ordinary heads.
         taps: 0-based decoder layers whose outputs are read, ascending.
         taps_from: where they were listed, for messages.
+        proposals: tokens per round it was trained for; None where the file does not say.
+        quantization: formats of its matrices.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     head_dim: PositiveInt
@@ -175,47 +102,78 @@ class Eagle3Config(BaseModel):
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt
     target_hidden_size: PositiveInt
+    num_target_layers: PositiveInt | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     bias: bool = False
     tie_word_embeddings: bool = False
+    qk_norm: bool = False
+    embeds_every_layer: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    latent: Latent | None = None
     rope: Rope
     taps: tuple[int, ...]
     taps_from: str
+    proposals: PositiveInt | None = None
+    quantization: Quantization | None = None
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], folder: Path, taps: Sequence[int] | None = None) -> Self:
+    def parse(
+        cls, config: Mapping[str, Any], folder: Path, taps: Sequence[int] | None = None, beside: Beside | None = None
+    ) -> Self:
         """Check and read a config.json object.
 
         Args:
             config: the object.
             folder: where it came from, for messages.
             taps: 0-based layer outputs to read instead of those the file lists.
+            beside: the tensors, and the target. What the file leaves out is taken from there where it can be.
 
         Raises:
             CheckpointError: names every key that is missing, of a wrong value, or not supported.
 
         Warns:
-            UserWarning: once, naming the keys nothing is known about.
+            UserWarning: names keys nothing is known about, keys taken from the target, and defaults that matter.
         """
-        path = folder / CONFIG_NAME
-        _refuse_unsupported(config, path)
-        missing = [key for key in _NEEDED if config.get(key) is None]
+        beside = beside or Beside()
+        settings = read_settings(config, folder / CONFIG_NAME)
+        if settings.latent:
+            settings = _borrowing(settings, beside.lineage)
+        path, values = settings.path, settings.values
+        missing = [key for key in NEEDED if values.get(key) is None]
         if missing:
             raise CheckpointError(f"{path} lacks {', '.join(missing)}. None of these is guessed.")
-        fields = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key) is not None}
+        fields = {key: values[key] for key in (*NEEDED, *OPTIONAL) if values.get(key) is not None}
         fields.setdefault("draft_vocab_size", fields["vocab_size"])
         fields.setdefault("target_hidden_size", fields["hidden_size"])
+        if settings.latent:
+            fields |= _latent_fields(settings)
         fields.setdefault("head_dim", _head_dim(fields, path))
-        tapped, taps_from = _taps(config, path, taps)
+        read = read_taps(settings, taps, beside.lineage, _tap_count(fields, beside, path))
+        fields |= _switches(settings, beside)
+        parsed = cls._validated(fields, settings, read, beside)
+        parsed._check_relations(path)
+        warn_unknown(settings)
+        return parsed
+
+    @classmethod
+    def _validated(cls, fields: Mapping[str, Any], settings: Settings, taps: Taps, beside: Beside) -> Self:
         try:
-            parsed = cls(**fields, rope=read_rope(config, path), taps=tapped, taps_from=taps_from)
+            latent = Latent(**fields["latent"]) if settings.latent else None
+            return cls(
+                **{**fields, "latent": latent},
+                rope=read_rope(settings.values, settings.path),
+                taps=taps.layers,
+                taps_from=taps.origin,
+                proposals=read_proposals(settings),
+                quantization=beside.quantization,
+            )
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}={e['input']!r} ({e['msg']})" for e in error.errors()]
-            raise CheckpointError(f"{path} has wrong values: {'; '.join(wrong)}") from None
-        parsed._check_relations(path)
-        _warn_unknown(config, path)
-        return parsed
+            raise CheckpointError(f"{settings.path} has wrong values: {'; '.join(wrong)}") from None
 
     def _check_relations(self, path: Path) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -227,38 +185,108 @@ class Eagle3Config(BaseModel):
             raise CheckpointError(
                 f"{path}: draft_vocab_size={self.draft_vocab_size} is larger than vocab_size={self.vocab_size}"
             )
-        rotated = self.rope.rotated_dims(self.head_dim)
+        if self.norm_before_fc and self.fc_norm:
+            raise CheckpointError(f"{path}: norm_before_fc and fc_norm are two ways to do one thing; keep one")
+        if self.latent is not None and self.num_hidden_layers != 1:
+            raise CheckpointError(
+                f"{path}: num_hidden_layers={self.num_hidden_layers}, but a drafter with latent attention has 1 layer"
+            )
+        size, name = (self.head_dim, "head_dim")
+        if self.latent is not None:
+            size, name = self.latent.qk_rope_head_dim, "qk_rope_head_dim"
+        rotated = self.rope.rotated_dims(size)
         if rotated < 2 or rotated % 2:
             raise CheckpointError(
-                f"{path}: head_dim={self.head_dim} with partial_rotary_factor={self.rope.fraction} would rotate "
+                f"{path}: {name}={size} with partial_rotary_factor={self.rope.fraction} would rotate "
                 f"{rotated} entries per head, expected an even number"
             )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
-    eagle = config.get(EAGLE_CONFIG)
-    if eagle is not None and not isinstance(eagle, dict):
-        raise CheckpointError(f"{path}: {EAGLE_CONFIG} is {eagle!r}, expected an object")
-    refused = [
-        *_non_neutral(config, _NEUTRAL, ""),
-        *_non_neutral(eagle or {}, _NEUTRAL_NESTED, f"{EAGLE_CONFIG}."),
-    ]
-    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        refused.append(f"sliding_window={config['sliding_window']!r}")
-    if refused:
-        raise CheckpointError(f"{path} asks for what is not supported: {', '.join(refused)}. {SUPPORTED}")
+def _borrowing(settings: Settings, lineage: Lineage | None) -> Settings:
+    """Fill in, from the target, what a drafter with latent attention leaves out."""
+    target = {} if lineage is None else lineage.settings
+    roped = settings.values.get("rope_parameters")
+    inside = roped if isinstance(roped, dict) else {}
+    held = {key for key in BORROWED if settings.values.get(key) is not None or key in inside}
+    # Here null says something: queries are projected in one step.
+    held |= {"q_lora_rank"} & settings.values.keys()
+    if inside:
+        held |= {"rope_scaling"}
+    taken = {key: target[key] for key in BORROWED if key not in held and target.get(key) is not None}
+    if taken and lineage is not None:
+        warnings.warn(f"{settings.path} lacks {', '.join(taken)}: taken from the {lineage.name} target", stacklevel=5)
+    values = {"hidden_act": "silu", **settings.values, **taken}
+    return Settings(values, settings.eagle, settings.nested, settings.architecture, settings.path)
 
 
-def _non_neutral(config: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], prefix: str) -> list[str]:
-    return [
-        f"{prefix}{key}={_shortened(config[key])}"
-        for key, values in neutral.items()
-        if config.get(key) is not None and config[key] not in values
-    ]
+def _latent_fields(settings: Settings) -> dict[str, Any]:
+    values, path = settings.values, settings.path
+    missing = [key for key in LATENT_KEYS if key != "q_lora_rank" and values.get(key) is None]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)} of its latent attention, and the target does not have them either"
+        )
+    scaled = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(scaled, dict) or "yarn" not in (scaled.get("type"), scaled.get("rope_type")):
+        raise CheckpointError(
+            f"{path}: latent attention needs rope_scaling of type 'yarn', got {scaled or None!r}. Add it to the file, "
+            "or draft for a target that has it."
+        )
+    return {
+        "latent": {key: values.get(key) for key in LATENT_KEYS},
+        "head_dim": values.get("v_head_dim"),
+        "num_key_value_heads": values["num_attention_heads"],
+    }
 
 
-def _shortened(value: object) -> str:
-    return "{...}" if isinstance(value, dict) else repr(value)
+def _switches(settings: Settings, beside: Beside) -> dict[str, bool]:
+    """How the layers are put together. Where the file is silent, tensors that have but one use decide."""
+    said = settings.switch("norm_before_residual")
+    if said is None and settings.nested:
+        raise CheckpointError(
+            f"{settings.path} lacks norm_before_residual. It is not guessed: libraries that read this layout disagree "
+            "about its default."
+        )
+    fc_norm = _decided(settings, beside, "fc_norm.", "fc_norm", "use_aux_norm")
+    norm_output = settings.switch("norm_output")
+    if fc_norm and norm_output is None:
+        warnings.warn(
+            f"{settings.path} has fc_norm but lacks norm_output: taken as false. If few proposals are accepted, add "
+            '"norm_output": true.',
+            stacklevel=6,
+        )
+    qk_norm = _decided(settings, beside, f"{_FIRST_ATTENTION}q_norm.", "qk_norm", "use_qk_norm")
+    return {
+        "norm_before_residual": bool(said),
+        "norm_before_fc": _decided(settings, beside, "input_norm.", "norm_before_fc"),
+        "fc_norm": fc_norm,
+        "norm_output": bool(norm_output),
+        "qk_norm": qk_norm or settings.values.get("model_type") == "qwen3",
+        "embeds_every_layer": settings.architecture == REPEATING_ARCHITECTURE,
+    }
+
+
+def _decided(settings: Settings, beside: Beside, prefix: str, *names: str) -> bool:
+    said, found = settings.switch(*names), beside.holds(prefix)
+    if said is False and found:
+        raise CheckpointError(
+            f"{settings.path}: {names[0]} is false, but there are tensors {prefix}*; remove one of them"
+        )
+    return found if said is None else said
+
+
+def _tap_count(fields: Mapping[str, Any], beside: Beside, path: Path) -> int | None:
+    """How many states of the target fc reads; None where its columns do not tell."""
+    size, lineage = fields["target_hidden_size"], beside.lineage
+    if beside.fc_columns is None or type(size) is not int or size < 1:
+        return None  # both are reported by their own checks
+    count, rest = divmod(beside.fc_columns, size)
+    if lineage is not None and lineage.deepseek and (rest or count not in (2, 3)):
+        raise CheckpointError(
+            f"{path}: fc.weight has {beside.fc_columns} columns; drafters for {lineage.name} targets read 2 or 3 "
+            f"states of the target's hidden size, which is {size} here (target_hidden_size, or hidden_size)"
+        )
+    return None if rest else count
 
 
 def _head_dim(fields: Mapping[str, Any], path: Path) -> Any:
@@ -270,55 +298,3 @@ def _head_dim(fields: Mapping[str, Any], path: Path) -> Any:
             f"{path} lacks head_dim, and hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
         )
     return hidden // heads
-
-
-def _taps(config: Mapping[str, Any], path: Path, override: Sequence[int] | None) -> tuple[tuple[int, ...], str]:
-    if override is not None:
-        return _checked_taps(list(override), 0, "taps=", path), "taps="
-    found = []
-    for place, key, shift in _TAP_KEYS:
-        ids = (config if place is None else config.get(place) or {}).get(key)
-        if ids is not None and ids != []:
-            name = key if place is None else f"{place}.{key}"
-            found.append((_checked_taps(ids, shift, name, path), f"{name}={ids}"))
-    if not found:
-        raise CheckpointError(
-            f"{path} does not list the target layers the drafter reads "
-            f"({EAGLE_CONFIG}.eagle_aux_hidden_state_layer_ids, target_layer_ids or eagle_aux_hidden_state_layer_ids). "
-            "They are not guessed: add the list to the file, or pass taps=(...), 0-based layer outputs."
-        )
-    if len({taps for taps, _ in found}) > 1:
-        raise CheckpointError(
-            f"{path} lists different layers in {' and '.join(name for _, name in found)}. Lists in {EAGLE_CONFIG} and "
-            "target_layer_ids count layer outputs from 0, the others count hidden states, one more. "
-            "Remove the wrong one, or pass taps=(...), 0-based layer outputs."
-        )
-    taps, name = found[0]
-    wanted = config.get("num_aux_hidden_states")
-    if wanted is not None and wanted != len(taps):
-        raise CheckpointError(f"{path}: num_aux_hidden_states={wanted!r}, but {name} lists {len(taps)} layers")
-    return taps, name
-
-
-def _checked_taps(ids: object, shift: int, name: str, path: Path) -> tuple[int, ...]:
-    if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
-        raise CheckpointError(f"{path}: {name} is {ids!r}, expected a list of layer numbers")
-    taps = tuple(item - shift for item in ids)
-    if list(taps) != sorted(set(taps)):
-        raise CheckpointError(f"{path}: {name} is {ids}, expected ascending layer numbers, each once")
-    if taps[0] < 0:
-        raise CheckpointError(
-            f"{path}: {name} is {ids}, but the smallest layer number is {shift} here: "
-            "reading the embedding instead of a layer's output is not supported"
-        )
-    return taps
-
-
-def _warn_unknown(config: Mapping[str, Any], path: Path) -> None:
-    top = {*_NEEDED, *_OPTIONAL, *_NEUTRAL, *NESTED_KEYS, *(key for _, key, _ in _TAP_KEYS), *_INERT}
-    top |= {"rope_theta", "partial_rotary_factor", EAGLE_CONFIG}
-    nested = {*_NEUTRAL_NESTED, *(key for _, key, _ in _TAP_KEYS), *_INERT}
-    unknown = [key for key in config if key not in top]
-    unknown += [f"{EAGLE_CONFIG}.{key}" for key in config.get(EAGLE_CONFIG) or {} if key not in nested]
-    if unknown:
-        warnings.warn(f"{path} has keys that are not known here and are ignored: {', '.join(unknown)}", stacklevel=4)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import read_tensors
-from mlx_spec.drafters.eagle3.config import SUPPORTED, Eagle3Config
+from mlx_spec.drafters.eagle3.config import Eagle3Config
+from mlx_spec.drafters.eagle3.keys import SUPPORTED
+from mlx_spec.drafters.eagle3.layers import Eagle3Modules
+from mlx_spec.drafters.quantization import Quantization, quantize_as_stored
 from mlx_spec.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -19,39 +23,86 @@ Shape = tuple[int, ...]
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 INTEGERS = (mx.int64, mx.int32)
 
-LAYER = "midlayer."
-_OTHER_LAYER = "layers.0."
+LAYER = "layers.0."
+_OTHER_LAYER = "midlayer."
+_AUX_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 
-_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq")
+_ATTENTION = f"{LAYER}self_attn."
+_SPLIT = (f"{_ATTENTION}embed_q.weight", f"{_ATTENTION}unembed_out.weight")
+_JOINT = f"{_ATTENTION}kv_b_proj"
+
+_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 
 # Tensors whose presence means that the forward pass is another one, whatever the config says.
-_UNSUPPORTED = re.compile(
-    r"(input_norm|fc_norm|aux_norm).*|.*\.(q_norm|k_norm|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\..*"
-    r"|layers\.[1-9].*|.*\.(scales|biases)|.*\.bias"
-)
+_UNSUPPORTED = re.compile(r"layers\..*|(input_norm|fc_norm|aux_norm|mask_hidden).*|.*\.(scales|biases|bias)")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a folder holds.
+
+    Attributes:
+        folder: for messages.
+        tensors: name in the one layout -> (name in the file, array).
+    """
+
+    folder: Path
+    tensors: Mapping[str, tuple[str, mx.array]]
+
+    def fc_columns(self, quantization: Quantization | None) -> int | None:
+        """Columns of fc, in entries; None where that cannot be told."""
+        if "fc.scales" in self.tensors:
+            form = None if quantization is None else quantization.format_of("fc")
+            return None if form is None else self.tensors["fc.scales"][1].shape[-1] * form.group_size
+        weight = self.tensors.get("fc.weight")
+        return None if weight is None or weight[1].ndim != 2 else weight[1].shape[-1]
 
 
 @dataclass(frozen=True)
 class Eagle3Weights:
-    """What the file holds, checked.
+    """What the folder holds, checked.
 
     Attributes:
-        tensors: name in the one layout -> array, all of one dtype, evaluated.
+        modules: with the weights in them, evaluated, all of one dtype.
         target_ids: [draft_vocab] int32, the target's id of each id the head proposes; None when they are the same.
         largest_id: the largest target id the head can propose.
         dtype: the drafter's dtype.
     """
 
-    tensors: Mapping[str, mx.array]
+    modules: Eagle3Modules
     target_ids: mx.array | None
     largest_id: int
     dtype: mx.Dtype
 
 
-def read_weights(folder: Path, config: Eagle3Config) -> Eagle3Weights:
-    """Read and check every tensor of a drafter.
+def canonical(name: str) -> str:
+    """A tensor's or module's name in the one layout: `layers.0.*`, `fc_norm.0`, no leading `model.`."""
+    short = name.removeprefix("model.")
+    for other, ours in {_OTHER_LAYER: LAYER, **_AUX_NORMS}.items():
+        if short.startswith(other):
+            return ours + short.removeprefix(other)
+    return short
 
-    `layers.0.*` becomes `midlayer.*`; a leading `model.` is dropped. The dtype is that of fc.weight.
+
+def read_stored(folder: Path) -> Stored:
+    """Every tensor of a folder, lazily.
+
+    Raises:
+        CheckpointError: see `read_tensors`; also when one tensor is there under two names.
+    """
+    found: dict[str, tuple[str, mx.array]] = {}
+    for name, array in read_tensors(folder).items():
+        short = canonical(name)
+        if short in found:
+            raise CheckpointError(f"{folder}: {found[short][0]} and {name} are the same tensor under two names")
+        found[short] = (name, array)
+    return Stored(folder, found)
+
+
+def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
+    """Check every tensor of a drafter, and put them into modules.
+
+    The dtype is that of fc.weight, or of norm.weight where fc is quantized.
 
     Raises:
         CheckpointError: names every tensor that is missing, misshapen, of a wrong dtype, not finite, or part of a
@@ -60,57 +111,100 @@ def read_weights(folder: Path, config: Eagle3Config) -> Eagle3Weights:
     Warns:
         UserWarning: once, naming the tensors that are not used.
     """
-    found = _canonical(read_tensors(folder), folder)
-    wanted, optional = _shapes(config)
-    used = {name: array for name, (_, array) in found.items() if name in wanted}
-    refused = [original for name, (original, _) in found.items() if name not in wanted and _is_unsupported(name)]
-    unused = [
-        original
-        for name, (original, _) in found.items()
-        if name not in wanted and not _is_unsupported(name) and not _IGNORED.fullmatch(name)
-    ]
-    problems = _problems(found, wanted, optional) + [f"{name} belongs to an unsupported variant" for name in refused]
+    found, folder = stored.tensors, stored.folder
+    modules = Eagle3Modules(
+        config,
+        has_embedding="embed_tokens.weight" in found,
+        has_head="lm_head.weight" in found or config.draft_vocab_size != config.vocab_size,
+        has_fc_bias=config.bias or "fc.bias" in found,
+    )
+    if config.quantization is not None or any(name.endswith(".scales") for name in found):
+        quantize_as_stored(modules, config.quantization, found, folder)
+    wanted = _wanted(modules, config, found)
+    unused = [name for name in found if name not in wanted]
+    refused = [found[name][0] for name in unused if _UNSUPPORTED.fullmatch(name) and not _IGNORED.fullmatch(name)]
+    spare = [found[name][0] for name in unused if not _UNSUPPORTED.fullmatch(name) and not _IGNORED.fullmatch(name)]
+    problems = _problems(found, wanted) + [f"{name} belongs to an unsupported variant" for name in refused]
     if problems:
-        spare = f" Present but not used: {', '.join(unused)}." if unused else ""
-        raise CheckpointError(f"{folder}: {'; '.join(problems)}.{spare} {_hint(problems)}")
-    if unused:
+        present = f" Present but not used: {', '.join(spare)}." if spare else ""
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}.{present} {_hint(problems)}")
+    if spare:
         warnings.warn(
-            f"{folder} holds tensors that an EAGLE-3 drafter does not have; they are ignored: {', '.join(unused)}",
-            stacklevel=3,
+            f"{folder} holds tensors that an EAGLE-3 drafter does not have; they are ignored: {', '.join(spare)}",
+            stacklevel=4,
         )
-    d2t = used.pop("d2t", None)
-    dtype = used["fc.weight"].dtype
-    tensors = {name: array.astype(dtype) for name, array in used.items()}
+    tensors = {name: found[name][1] for name in wanted}
+    d2t = tensors.pop("d2t", None)
     target_ids = None if d2t is None else _target_ids(d2t, config, folder)
-    mx.eval(tensors, target_ids)
+    weight = tensors["fc.weight"]
+    dtype = (weight if weight.dtype in FLOATS else tensors["norm.weight"]).dtype
+    floats = {name: array.astype(dtype) if array.dtype in FLOATS else array for name, array in tensors.items()}
+    modules.load_weights(list(_split(floats, config).items()))
+    mx.eval(modules.parameters(), target_ids)
     largest_id = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
-    return Eagle3Weights(tensors, target_ids, largest_id, dtype)
+    return Eagle3Weights(modules, target_ids, largest_id, dtype)
 
 
-def _canonical(tensors: Mapping[str, mx.array], folder: Path) -> dict[str, tuple[str, mx.array]]:
-    """Name in the one layout -> (name in the file, array)."""
-    found: dict[str, tuple[str, mx.array]] = {}
-    for name, array in tensors.items():
-        short = name.removeprefix("model.")
-        if short.startswith(_OTHER_LAYER):
-            short = LAYER + short.removeprefix(_OTHER_LAYER)
-        if short in found:
-            raise CheckpointError(f"{folder}: {found[short][0]} and {name} are the same tensor under two names")
-        found[short] = (name, array)
-    return found
+Wanted = dict[str, tuple[Shape, tuple[mx.Dtype, ...]]]
 
 
-def _problems(
-    found: Mapping[str, tuple[str, mx.array]], wanted: Mapping[str, Shape], optional: Collection[str]
-) -> list[str]:
+def _wanted(modules: Eagle3Modules, config: Eagle3Config, found: Mapping[str, object]) -> Wanted:
+    """Name -> shape and dtypes of every tensor the modules need, as it stands in a file."""
+    wanted: Wanted = {
+        name: (array.shape, FLOATS if array.dtype in FLOATS else (array.dtype,))
+        for name, array in tree_flatten(modules.parameters())
+    }
+    if config.latent is not None and not any(name in found for name in _SPLIT):
+        heads, geometry = config.num_attention_heads, config.latent
+        rows = heads * (geometry.qk_nope_head_dim + geometry.v_head_dim)
+        for name in _SPLIT:
+            del wanted[name]
+        wanted |= _joint(rows, config)
+    if "d2t" in found or config.draft_vocab_size != config.vocab_size:
+        wanted["d2t"] = ((config.draft_vocab_size,), INTEGERS)
+    return wanted
+
+
+def _joint(rows: int, config: Eagle3Config) -> Wanted:
+    """The matrix that files keep in one piece, in floating point or quantized."""
+    assert config.latent is not None
+    columns = config.latent.kv_lora_rank
+    form = None if config.quantization is None else config.quantization.format_of(_JOINT)
+    if form is None:
+        return {f"{_JOINT}.weight": ((rows, columns), FLOATS)}
+    parts = mx.quantize(mx.zeros((rows, columns)), form.group_size, form.bits, mode=form.mode)
+    return {
+        f"{_JOINT}.{part}": (array.shape, FLOATS if array.dtype in FLOATS else (array.dtype,))
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=False)
+    }
+
+
+def _split(tensors: dict[str, mx.array], config: Eagle3Config) -> dict[str, mx.array]:
+    """Latent attention's joint matrix, cut into what mlx-lm multiplies queries and outputs with."""
+    weight = tensors.pop(f"{_JOINT}.weight", None)
+    if weight is None or config.latent is None:
+        return tensors
+    scales, biases = (tensors.pop(f"{_JOINT}.{part}", None) for part in ("scales", "biases"))
+    if scales is not None:
+        form = config.quantization.format_of(_JOINT) if config.quantization else None
+        assert form is not None
+        dtype = tensors["norm.weight"].dtype
+        weight = mx.dequantize(weight, scales, biases, form.group_size, form.bits, mode=form.mode, dtype=dtype)
+    keys = config.latent.qk_nope_head_dim
+    heads = weight.reshape(config.num_attention_heads, -1, config.latent.kv_lora_rank)
+    embed, unembed = heads[:, :keys].swapaxes(-1, -2), heads[:, keys:]
+    return {**tensors, _SPLIT[0]: mx.contiguous(embed), _SPLIT[1]: mx.contiguous(unembed)}
+
+
+def _problems(found: Mapping[str, tuple[str, mx.array]], wanted: Wanted) -> list[str]:
     """One sentence per tensor that is missing, misshapen, of a wrong dtype or not finite."""
     # Tensors that are missing are named as the file names the others.
     prefix = _OTHER_LAYER if any(_OTHER_LAYER in name for name, _ in found.values()) else LAYER
     problems = []
-    for name, shape in wanted.items():
+    for name, (shape, dtypes) in wanted.items():
         if name in found:
-            problems += _faults(*found[name], shape, INTEGERS if name == "d2t" else FLOATS)
-        elif name not in optional:
+            problems += _faults(*found[name], shape, dtypes)
+        else:
             problems.append(f"{name.replace(LAYER, prefix)} is missing, wanted {list(shape)}")
     return problems
 
@@ -125,48 +219,8 @@ def _faults(name: str, array: mx.array, shape: Shape, dtypes: tuple[mx.Dtype, ..
     return []
 
 
-def _shapes(config: Eagle3Config) -> tuple[dict[str, Shape], set[str]]:
-    """Wanted shapes, and the names among them that may be absent."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    shapes: dict[str, Shape] = {
-        "fc.weight": (hidden, len(config.taps) * config.target_hidden_size),
-        "fc.bias": (hidden,),
-        f"{LAYER}input_layernorm.weight": (hidden,),
-        f"{LAYER}hidden_norm.weight": (hidden,),
-        f"{LAYER}post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-        "embed_tokens.weight": (config.vocab_size, hidden),
-        "d2t": (config.draft_vocab_size,),
-    }
-    linears = {
-        "self_attn.q_proj": (queries, 2 * hidden, config.attention_bias),
-        "self_attn.k_proj": (keys, 2 * hidden, config.attention_bias),
-        "self_attn.v_proj": (keys, 2 * hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, queries, config.attention_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    for name, (rows, columns, has_bias) in linears.items():
-        shapes[f"{LAYER}{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{LAYER}{name}.bias"] = (rows,)
-    optional = {"embed_tokens.weight"}
-    if not config.bias:
-        optional.add("fc.bias")
-    if config.draft_vocab_size == config.vocab_size:
-        optional |= {"lm_head.weight", "d2t"}
-    return shapes, optional
-
-
 def _short(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
-
-
-def _is_unsupported(name: str) -> bool:
-    return _UNSUPPORTED.fullmatch(name) is not None
 
 
 def _to_int(array: mx.array) -> int:

@@ -1,0 +1,65 @@
+"""Prediction layers (MTP, nextn): read from the target's own checkpoint, or from a folder of their own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.drafters.checkpoint import read_config
+from mlx_spec.drafters.mtp.config import check_settings, width_of
+from mlx_spec.drafters.mtp.files import find
+from mlx_spec.drafters.mtp.layouts import layout_of
+from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor, target_args
+from mlx_spec.drafters.mtp.stored_packing import quantize_as_stored
+from mlx_spec.drafters.mtp.weights import assign, file_name
+from mlx_spec.drafters.quantization import quantize_on_load
+from mlx_spec.errors import UnsupportedOption
+from mlx_spec.target.model import Target
+
+__all__ = ["load"]
+
+
+_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+"""Stay in floating point: which experts are asked hangs on small differences."""
+
+
+def load(
+    folder: Path, target: Target, taps: Sequence[int] | None = None, quantize: Mapping[str, Any] | None = None
+) -> MtpDrafter:
+    """Load the prediction layer of a folder.
+
+    Args:
+        folder: the target's own checkpoint, whole or the shards with these tensors, or a folder made by
+            `python -m mlx_spec.split_mtp`.
+        target: what it will draft for. What the checkpoint does not say is as in the target.
+        taps: not for this family: it reads the last layer.
+        quantize: `group_size`, `bits` and `mode`, to quantize its matrices after they are loaded, but for routers.
+
+    Raises:
+        CheckpointError: names everything that is missing, of a wrong shape, or not supported.
+        IncompatiblePair: the checkpoint is another model's; names both values.
+        UnsupportedOption: `taps` was given, or `quantize` cannot be done.
+
+    Warns:
+        UserWarning: names the matrices that `quantize` leaves as they are.
+    """
+    last = target.layer_count - 1
+    if taps is not None and tuple(taps) != (last,):
+        raise UnsupportedOption(
+            f"taps={tuple(taps)} was given, but a prediction layer reads the target's last layer, {last}. Leave it out."
+        )
+    layout = layout_of(target.name)
+    config = read_config(folder)
+    check_settings(config, folder, target_args(target), target.name)
+    stored = find(folder, config, layout, target.layer_count)
+    predictor, sole = new_predictor(layout, target)
+    quantize_as_stored(predictor, layout, stored)
+    assign(predictor, layout, stored)
+    if quantize is not None:
+        left = quantize_on_load(predictor, quantize, _ROUTERS)
+        if left:
+            names = ", ".join(stored.full_name(file_name(f"{name}.weight", layout)) for name in left)
+            warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {names}", stacklevel=4)
+    return MtpDrafter(folder.name, layout, MtpNetwork(predictor, sole), target, width_of(config, folder, layout))

@@ -1,0 +1,106 @@
+"""What a config.json says of a prediction layer, and whether it is the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.drafters.checkpoint import CONFIG_NAME
+from mlx_spec.drafters.mtp.files import DECLARED_COUNTS
+from mlx_spec.drafters.mtp.layouts import Layout
+from mlx_spec.errors import CheckpointError, IncompatiblePair
+
+# Say nothing about the prediction layer, or are told by other means: how much text there can be, what the target's
+# head is, and how the target's own weights are packed.
+_FREE = frozenset(
+    [
+        "model_type",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "quantization",
+        "quantization_config",
+        "num_nextn_predict_layers",
+        "attention_dropout",
+        "text_config",
+    ]
+)
+
+_SAME_IN_ROPE = frozenset(["type", "rope_type"])
+
+
+def text_settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of the text model, with those of its rotation beside the others."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{path}: text_config is {text!r}, expected an object")
+    rope = text.get("rope_parameters")
+    if rope is not None and not isinstance(rope, dict):
+        raise CheckpointError(f"{path}: rope_parameters is {rope!r}, expected an object")
+    named = ("rope_theta", "partial_rotary_factor")
+    return {**{key: rope[key] for key in named if rope and key in rope}, **text}
+
+
+def check_settings(config: Mapping[str, Any], folder: Path, args: Any, target_name: str) -> None:
+    """Refuse a checkpoint of another model than the target's. What it leaves out is the target's.
+
+    Args:
+        config: the checkpoint's config.json object.
+        folder: where it came from, for messages.
+        args: the arguments mlx-lm built the target from.
+        target_name: the target's architecture.
+
+    Raises:
+        IncompatiblePair: names each setting that differs, with both values.
+        CheckpointError: settings under which the prediction layer is not the one that is known.
+    """
+    path = folder / CONFIG_NAME
+    stated, known = text_settings(config, path), asdict(args)
+    _refuse_unsupported(stated, path)
+    wrong = [
+        f"{key}={stated[key]!r} against {known[key]!r}"
+        for key in known
+        if key not in _FREE and stated.get(key) is not None and not _same(stated[key], known[key])
+    ]
+    if wrong:
+        raise IncompatiblePair(
+            f"{path} is of another model than target {target_name!r}: {', '.join(wrong)}. "
+            "Use the prediction layer of the target's own checkpoint."
+        )
+
+
+def width_of(config: Mapping[str, Any], folder: Path, layout: Layout) -> int:
+    """Tokens per verify call: what the checkpoint names as `block_size`, or the family's."""
+    width = config.get("block_size")
+    if width is None:
+        return layout.width
+    if type(width) is not int or width < 2:
+        raise CheckpointError(f"{folder / CONFIG_NAME}: block_size is {width!r}, expected an integer of at least 2")
+    return width
+
+
+def _refuse_unsupported(stated: Mapping[str, Any], path: Path) -> None:
+    refused = []
+    for key in DECLARED_COUNTS:
+        count = stated.get(key)
+        if count is not None and count not in (0, 1):
+            refused.append(f"{key}={count!r}: one prediction layer, run again for every token, is what is known")
+    if stated.get("mtp_use_dedicated_embeddings"):
+        refused.append("mtp_use_dedicated_embeddings=True: where the embedding would be is not known")
+    kinds = stated.get("mtp_layer_types")
+    if kinds is not None and kinds != ["full_attention"]:
+        refused.append(f"mtp_layer_types={kinds!r}: one layer of full attention is what is known")
+    if refused:
+        raise CheckpointError(f"{path} asks for what is not supported: {'; '.join(refused)}.")
+
+
+def _same(stated: object, known: object) -> bool:
+    """Whether two values say the same; of two objects, whether they do where both say something."""
+    if isinstance(stated, dict) and isinstance(known, dict):
+        return all(_same(stated[key], known[key]) for key in stated.keys() & known.keys() - _SAME_IN_ROPE)
+    if isinstance(stated, dict) or isinstance(known, dict):
+        return known is None or stated is None
+    if isinstance(stated, list | tuple) and isinstance(known, list | tuple):
+        return list(stated) == list(known)
+    return stated == known
