@@ -96,7 +96,7 @@ def _add_cache_flags(flags: argparse.ArgumentParser) -> None:
 
 def _add_speculation_flags(flags: argparse.ArgumentParser) -> None:
     group = flags.add_argument_group("speculation")
-    group.add_argument("--draft-model", help="path or hub id of a drafter, or 'ngram'")
+    group.add_argument("--draft-model", help="path or hub id of a drafter or a small language model, or 'ngram'")
     group.add_argument("--draft-kind", help=f"one of {', '.join(KNOWN_DRAFTER_KINDS)}; resolved when left out")
     group.add_argument("--draft-block-size", type=int, help="verify width: the newest token and the proposals after it")
     group.add_argument("--num-draft-tokens", type=int, help="proposals per round: the verify width less one")

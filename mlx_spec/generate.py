@@ -266,7 +266,7 @@ def _resolve_drafter(options: _Options, target: Target) -> Drafter | None:
 
 def _check_method(config: SpeculativeConfig | None, drafter: Drafter, target: Target) -> None:
     method = None if config is None else config.speculative_method
-    if method is not None:
+    if method is not None and drafter.architecture is not None:
         select_speculator(target.name, method, drafter.architecture)
     if method is not None and drafter.kind != _KIND_OF_METHOD[method]:
         raise InvalidRequest(

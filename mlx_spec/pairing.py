@@ -158,21 +158,23 @@ def load_drafter(
 
 def _drafter(path_or_id: str | Path, target: Target, kind: str | None, options: Mapping[str, Any]) -> Drafter:
     if str(path_or_id) == NGRAM:
-        family = resolve_family({"model_type": NGRAM}, kind)
-    else:
-        folder = _drafter_folder(path_or_id, target, kind)
-        family = resolve_family(read_config(folder), kind, tensor_names(folder))
-    if family.kind != NGRAM:
-        module = open_family(family)
-        check_target(family, target)
-        drafter = module.load(folder, target, **options)
-        drafter.architecture = family.architecture
-        drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
-        return drafter
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    if given:
-        raise UnsupportedOption(f"{' and '.join(given)} was given, but an n-gram drafter is text alone. Leave it out.")
-    return NgramDrafter()
+        resolve_family({"model_type": NGRAM}, kind)
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        if given:
+            raise UnsupportedOption(
+                f"{' and '.join(given)} was given, but an n-gram drafter is text alone. Leave it out."
+            )
+        return NgramDrafter()
+    folder = _drafter_folder(path_or_id, target, kind)
+    family = resolve_family(read_config(folder), kind, tensor_names(folder))
+    if family.name == NGRAM:
+        raise UnsupportedOption(f"an n-gram drafter has no checkpoint: give {NGRAM!r} in place of {folder}.")
+    module = open_family(family)
+    check_target(family, target)
+    drafter = module.load(folder, target, **options)
+    drafter.architecture = family.architecture
+    drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
+    return drafter
 
 
 def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) -> Path:

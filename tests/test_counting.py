@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 
 from mlx_spec import Statistics, generate_step
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from tests.checkpoints import tiny_model
 from tests.drafters import eagle3_files
 from tests.host_reads import count_host_reads
@@ -66,6 +67,7 @@ DRAFTERS: dict[str, Callable[[Any], Drafter | None]] = {
     "tapping": lambda ids: EveryLayerTapped(ids, VOCAB, (0, 2)),
     "ngram": lambda ids: NgramDrafter(min_ngram=1),
     "callable": lambda ids: CallableDrafter(lambda known, count: [known[-1]] * count),
+    "standalone": lambda ids: StandaloneDrafter(MIXES["dense"].model()),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_a_text_without_a_token_is_refused_where_text_is_wanted() -> None:
 
 def test_a_language_model_with_another_vocabulary_is_refused_with_both_sizes() -> None:
     refuse(IncompatiblePair, "vocabulary of 41", "96", draft_model=tiny_model(1, vocab_size=41))
+
+
+def test_a_method_that_no_speculator_of_the_target_runs_lists_those_that_are_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules["mlx_spec.generate"]._KIND_OF_METHOD, "mtp", "mtp")
+    drafter = TappingDrafter((1, 2, 3), VOCAB, (0,))
+    drafter.architecture = "LlamaForCausalLMEagle3"
+    refuse(
+        IncompatiblePair,
+        "mtp with draft LlamaForCausalLMEagle3",
+        "eagle with draft LlamaForCausalLMEagle3, mtp with no draft model",
+        model=MIXES["mla_moe"].model(),
+        draft_model=drafter,
+        speculative=SpeculativeConfig(speculative_method="mtp"),
+    )
 
 
 def test_a_language_model_is_of_its_own_kind() -> None:

@@ -149,6 +149,7 @@ def test_a_drafter_is_loaded_for_a_model_or_a_target(as_model: bool) -> None:
     loaded = load_drafter(str(FLAT), target=target().model if as_model else target())
     assert isinstance(loaded, Eagle3Drafter)
     assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("eagle3", "safeailab", (1, 3, 4), 3)
+    assert loaded.architecture == "LlamaForCausalLMEagle3"
 
 
 def test_an_original_file_that_calls_itself_a_language_model_is_recognised(tmp_path: Path) -> None:
@@ -172,6 +173,14 @@ def test_ngram_needs_no_checkpoint() -> None:
         assert isinstance(load_drafter("ngram", target(), kind="eagle3"), NgramDrafter)
     with pytest.raises(UnsupportedOption, match="taps="):
         load_drafter("ngram", target(), taps=(1,))
+
+
+def test_a_folder_is_no_ngram_drafter(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path, lambda content: content.clear(), lambda content: content.pop("midlayer.hidden_norm.weight")
+    )
+    with pytest.raises(UnsupportedOption, match="give 'ngram' in place of"):
+        load_drafter(folder, target(), kind="ngram")
 
 
 def test_a_contradicting_kind_is_overridden_with_one_warning() -> None:
@@ -206,6 +215,7 @@ def test_a_language_model_drafts_for_a_target() -> None:
     loaded = load_drafter(FOLDER / "target", target())
     assert isinstance(loaded, StandaloneDrafter)
     assert (loaded.kind, loaded.name, loaded.taps, loaded.default_width) == ("standalone", "target", (), 3)
+    assert loaded.architecture is None
     with pytest.raises(UnsupportedOption, match="taps="):
         load_drafter(FOLDER / "target", target(), taps=(1,))
 

@@ -24,7 +24,7 @@ from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.checkpoint import telling
 from mlx_spec.drafters.quantization import quantize_on_load
-from mlx_spec.errors import CheckpointError, IncompatiblePair, UnsupportedOption
+from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.target.model import Target, evaluate_arrays
 
@@ -85,16 +85,12 @@ class StandaloneDrafter(Drafter):
             model: any model that mlx-lm loads. Its weights are evaluated, so that every thread can use them.
             name: what the statistics call it; its architecture when left out.
             vocabulary: token string -> id of its tokenizer.
-
-        Raises:
-            UnknownAnatomy: nothing is known about where it keeps its embedding.
         """
         evaluate_arrays(model)
         own = Target(model)
-        head = own.forward(mx.zeros((1, 1), mx.int32), new_caches(model)).logits.shape[-1]
         self.model = model
         self.name = name or own.name
-        self.vocab_size = min(head, own.vocab_size)
+        self.vocab_size = min(_head_size(own), _table_size(own))
         self.vocabulary = vocabulary
         self._agreeing: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -104,12 +100,13 @@ class StandaloneDrafter(Drafter):
         Raises:
             IncompatiblePair: names both numbers.
         """
-        small, large = sorted((self.vocab_size, target.vocab_size))
+        theirs = _table_size(target)
+        small, large = sorted((self.vocab_size, theirs))
         # Tables are padded to a multiple of some power of two, each to its own.
         if large - small > (large & -large):
             raise IncompatiblePair(
                 f"drafter {self.name!r} has a vocabulary of {self.vocab_size}, target {target.name!r} one of "
-                f"{target.vocab_size}. Use a language model with the target's tokenizer."
+                f"{theirs}. Use a language model with the target's tokenizer."
             )
 
     def check_tokenizer(self, tokenizer: Any | None) -> str:
@@ -124,7 +121,7 @@ class StandaloneDrafter(Drafter):
     def open(self, target: Target, start: int = 0) -> StandaloneState:
         """Make the state for one request; see `Drafter.open`."""
         del start
-        return StandaloneState(self.model, self.vocab_size, min(self.vocab_size, target.vocab_size))
+        return StandaloneState(self.model, self.vocab_size, min(self.vocab_size, _table_size(target)))
 
     def _compare(self, own: Mapping[str, int], tokenizer: Any) -> None:
         theirs = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -217,7 +214,7 @@ class StandaloneState(DrafterState):
             count: proposals wanted, >= 1.
 
         Returns:
-            [B, count] int32 ids, each in the vocabulary of both models, greedy, lazy.
+            [B, count] int32 ids, each in the vocabulary of both models, greedy, dispatched and not waited for.
 
         Cost:
             `count` forwards, the first over the pending tokens as well; one more when tokens are pending and the
@@ -233,6 +230,8 @@ class StandaloneState(DrafterState):
             chosen = []
             for _ in range(count):
                 tokens = self._likeliest(self._forward(tokens, tx))
+                # In one lazy graph every in-place write of the caches would copy its buffer.
+                mx.async_eval(tokens)
                 chosen.append(tokens)
         except BaseException:
             tx.abort()
@@ -295,6 +294,19 @@ class StandaloneState(DrafterState):
         last = logits[:, -1]
         logprobs = last - mx.logsumexp(last, axis=-1, keepdims=True)
         return mx.argmax(logprobs[:, : self._proposable], axis=-1, keepdims=True).astype(mx.int32)
+
+
+def _table_size(target: Target) -> int:
+    """Ids a model has: rows of its embedding, or of its head where nothing is known about the embedding."""
+    try:
+        return target.vocab_size
+    except UnknownAnatomy:
+        return _head_size(target)
+
+
+def _head_size(target: Target) -> int:
+    """Columns of a model's logits; a forward is built for it and none of it evaluated."""
+    return int(target.forward(mx.zeros((1, 1), mx.int32), new_caches(target.model)).logits.shape[-1])
 
 
 def _require_numbers(model: nn.Module, folder: Path) -> None:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_spec.cache.adopt import needs_mixers
 from mlx_spec.drafters.standalone import PENDING_LIMIT, StandaloneDrafter, StandaloneState
 from mlx_spec.errors import IncompatiblePair
+from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
 from mlx_spec.target.model import Target
 from tests.host_reads import count_host_reads
 from tests.oracle import independent_copy
@@ -241,6 +242,14 @@ def test_ids_are_those_of_one_token_decode_whoever_drafts(mix: str, width: int, 
     assert_equals_stock(got, run, LONG)
     assert got.statistics.drafter_failures == 0
     assert got.statistics.proposed_tokens > 0
+
+
+def test_no_more_need_be_known_of_a_model_than_that_it_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stock("dense", "greedy")
+    monkeypatch.delitem(ANATOMY_BY_MODULE, "llama")
+    got = speculate(MIXES["dense"], StandaloneDrafter(MIXES["dense"].model()), max_tokens=LONG, draft_block_size=4)
+    assert_equals_stock(got, run, LONG)
+    assert got.statistics.accepted_tokens == 29
 
 
 def test_two_requests_share_one_drafter() -> None:

@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.generate import speculative_generate_step
 from mlx_spec.stats import Statistics
 from tests.bits import independent_array
@@ -131,6 +132,7 @@ DRAFTERS: Mapping[str, Make] = {
     "ngram": lambda mix, right, dtype: NgramDrafter(min_ngram=1, max_ngram=3),
     "eagle3_random": lambda mix, right, dtype: random_drafter(mix, dtype),
     "eagle3": lambda mix, right, dtype: planted_drafter(mix, dtype),
+    "standalone": lambda mix, right, dtype: StandaloneDrafter(MIXES[mix].model(dtype)),
 }
 """Drafter by name, for a mix, given the right continuation."""
 

@@ -121,6 +121,7 @@ def in_a_thread(work: Callable[[], Result]) -> Result:
         *((mix, "ngram", "at random") for mix in REQUIRED),
         *((mix, "eagle3_random", "one by one") for mix in REQUIRED),
         ("dense", "eagle3", "by fives"),
+        ("hybrid", "standalone", "at random"),
     ],
 )
 def test_two_runs_on_one_drafter_and_one_model_get_their_own_tokens(mix: str, drafter: str, order: str) -> None:
@@ -231,7 +232,7 @@ def test_run_in_the_middle_of_which_a_thread_ends_leaves_the_model_and_the_draft
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties", "opaque_both"])
 @pytest.mark.parametrize(
     ("mix", "drafter"),
-    [("dense", "eagle3"), ("sliding", "ngram"), ("hybrid", "eagle3"), ("quantized_from_20", "ngram")],
+    [("dense", "eagle3"), ("sliding", "standalone"), ("hybrid", "eagle3"), ("quantized_from_20", "ngram")],
 )
 def test_runs_at_once_in_two_threads_on_one_drafter_get_their_own_tokens(mix: str, drafter: str, choice: str) -> None:
     runs = [stock(mix, prompt, choice) for prompt in PROMPTS]
