@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -57,6 +58,16 @@ def random_key() -> mx.array:
 def rewind_random_state(key: Sequence[int]) -> None:
     """Make the thread's random state stand at a key whose two words are known on the host."""
     mx.random.seed((key[0] << 32) | key[1])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the thread's random state as it was: new modules draw weights, also those that are then loaded."""
+    key = random_key()
+    try:
+        yield
+    finally:
+        rewind_random_state(key.tolist())  # type: ignore[arg-type]
 
 
 def holds_nan(logits: mx.array) -> mx.array:

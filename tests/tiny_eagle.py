@@ -32,7 +32,7 @@ EPS = 1e-6
 _ROWS, _LENGTH = 64, 24
 """Size of the random text a planted drafter is fitted on."""
 
-_FOCUS = 3.0
+FOCUS = 3.0
 """Gain of queries and keys: makes the attention weight of the position itself all but 1."""
 
 
@@ -118,7 +118,7 @@ def _planted(target: Target) -> tuple[dict[str, Any], Tensors]:
     rng = np.random.default_rng(5)
     hidden, inner = target.hidden_size, 4
     drafted, d2t = _target_ids(rng)
-    self_only = mx.concatenate([_FOCUS * mx.eye(hidden), mx.zeros((hidden, hidden))], axis=1)
+    self_only = mx.concatenate([FOCUS * mx.eye(hidden), mx.zeros((hidden, hidden))], axis=1)
     ones, nothing = mx.ones(hidden), mx.zeros((inner, hidden))
     tensors = {
         # Of the two tapped states the last layer's is taken as it is.
@@ -144,19 +144,23 @@ def _planted(target: Target) -> tuple[dict[str, Any], Tensors]:
 
 def _fitted(target: Target, rng: np.random.Generator) -> mx.array:
     """[H, 2H] M such that h[t+1] is near h[t] + M @ [norm(embedding of token t+1), norm(h[t])]."""
-    last = target.layer_count - 1
-    target.attach_taps((last,))
-    ids = mx.array(rng.integers(0, VOCAB, (_ROWS, _LENGTH)))
-    tapped = target.forward(ids, make_prompt_cache(target.model), (last,)).hidden
-    assert tapped is not None
-    states = np.array(tapped.astype(mx.float32))
-    embedded = np.array(target.raw_embed(ids).astype(mx.float32))
+    states, embedded = target_states(target, rng, (target.layer_count - 1,))
     before, after = states[:, :-1], states[:, 1:]
-    seen = np.concatenate([_normed(embedded[:, 1:]), _normed(before)], axis=-1)
+    seen = np.concatenate([normed(embedded[:, 1:]), normed(before)], axis=-1)
     width = states.shape[-1]
     seen, moved = seen.reshape(-1, 2 * width), (after - before).reshape(-1, width)
     return mx.array(np.linalg.solve(seen.T @ seen + EPS * np.eye(2 * width), seen.T @ moved).T.astype(np.float32))
 
 
-def _normed(rows: np.ndarray) -> np.ndarray:
+def target_states(target: Target, rng: np.random.Generator, taps: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, length, K*H] tapped states of random text, and [rows, length, H] embeddings of its tokens."""
+    target.attach_taps(taps)
+    ids = mx.array(rng.integers(0, VOCAB, (_ROWS, _LENGTH)))
+    tapped = target.forward(ids, make_prompt_cache(target.model), taps).hidden
+    assert tapped is not None
+    return np.array(tapped.astype(mx.float32)), np.array(target.raw_embed(ids).astype(mx.float32))
+
+
+def normed(rows: np.ndarray) -> np.ndarray:
+    """RMS norm over the last axis."""
     return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS)

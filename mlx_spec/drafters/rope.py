@@ -26,7 +26,9 @@ _KEYS_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     ),
 }
-_SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Sections give each axis of an image its share of the frequencies; all axes of a text have one position.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+_SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SECTIONS)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def _kind(nested: Mapping[str, Any], path: Path) -> str:
         raise CheckpointError(f"{path}: rope_type {named[0]!r} and type {named[1]!r} contradict each other; keep one")
     for kind in named:
         if not isinstance(kind, str) or kind not in _KEYS_BY_TYPE:
-            raise CheckpointError(f"{path}: rope type {kind!r} is not supported; supported: {', '.join(_KEYS_BY_TYPE)}")
+            raise CheckpointError(
+                f"{path}: rope type {kind!r} is not supported; rope_type may be {', '.join(_KEYS_BY_TYPE)}"
+            )
     return named[0] if named else "default"
 
 

@@ -106,6 +106,17 @@ VARIANTS: dict[str, Variant] = {
         {"target_layer_ids": [1, 3, 4], "fc_norm": True, "norm_output": True},
         norms={f"fc_norm.{i}.weight": HIDDEN for i in range(3)},
     ),
+    "all_at_once": Variant(
+        {
+            "target_layer_ids": [1, 3, 4],
+            "model_type": "qwen3",
+            "num_hidden_layers": 3,
+            "norm_before_residual": True,
+            "fc_norm": True,
+            "norm_output": True,
+        },
+        norms=_qk_norms(3) | {f"fc_norm.{i}.weight": HIDDEN for i in range(3)},
+    ),
     "five_taps": Variant(
         {
             "architectures": ["Qwen3Eagle3Model"],

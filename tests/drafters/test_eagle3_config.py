@@ -333,6 +333,11 @@ def test_a_partial_rotation_leaves_the_rest_of_each_head_alone() -> None:
     assert not mx.array_equal(rotated[..., :2], x[..., :2])
 
 
+def test_sections_for_images_change_nothing_about_text() -> None:
+    sections = {"mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4, "rope_type": "default"}
+    assert parse(roped(None, rope_parameters=sections)).rope == parse(roped(1e4)).rope
+
+
 def test_the_file_is_named_by_its_own_folder() -> None:
     with pytest.raises(CheckpointError, match=r"elsewhere.config\.json"):
         Eagle3Config.parse(without("vocab_size"), Path("elsewhere"))

@@ -125,6 +125,26 @@ def test_catching_up_equals_a_cold_state_over_the_committed_tokens(variant: str,
             assert mx.abs(left[..., : end - 1, :] - right[..., : end - 1, :]).max().item() < TOLERANCE
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafted_tokens_leave_no_bit_behind(variant: str, tmp_path: Path) -> None:
+    drafter, (ids, tapped) = loaded(tmp_path, variant), text(variant, 20)
+    kept = []
+    # The same pairs in calls of the same shapes: only what is drafted past them differs.
+    for count in (1, 4):
+        state, end = drafter.open(target_of(variant)), 6
+        state.read_prompt([ids[:end]], tapped[:, :end])
+        for retained in (1, 3, 5):
+            state.propose([ids[end]], count)
+            state.catch_up([ids[end : end + retained]], tapped[:, end : end + retained])
+            end += retained
+        state.propose([ids[end]], 1)
+        state.abort()
+        state._run_pending()
+        kept.append([rows[..., : end - 1, :] for cache in state._caches for rows in (cache.keys, cache.values)])
+    for one, other in zip(*kept, strict=True):
+        assert mx.array_equal(one, other)
+
+
 def test_the_width_is_what_the_drafter_was_trained_for_where_its_file_says_so(tmp_path: Path) -> None:
     assert loaded(tmp_path / "seven", "five_taps").default_width == 8
     assert loaded(tmp_path / "silent", "llama").default_width == 3

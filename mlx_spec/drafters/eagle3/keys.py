@@ -270,7 +270,7 @@ def _refuse_unsupported(settings: Settings) -> None:
     if window is not None and not switched_off:
         refused.append(f"sliding_window={window!r}")
     kinds = values.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * len(kinds):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         refused.append(f"layer_types={kinds!r}")
     if refused:
         raise CheckpointError(f"{settings.path} asks for what is not supported: {', '.join(refused)}. {SUPPORTED}")

@@ -101,17 +101,17 @@ def _warn_two_readings(ids: object, name: str, path: Path, lineage: Lineage) -> 
 
 
 def _default(path: Path, lineage: Lineage | None, count: int | None) -> Taps:
+    keys = f"{EAGLE_CONFIG}.eagle_aux_hidden_state_layer_ids, target_layer_ids or eagle_aux_hidden_state_layer_ids"
     layers = lineage.default_taps(count) if lineage is not None and count is not None else None
     if lineage is None or layers is None:
         known = "" if lineage is None else f" There is no default for {count or '?'} of {lineage.layer_count} layers."
         raise CheckpointError(
             f"{path} does not list the target layers the drafter reads "
-            f"({EAGLE_CONFIG}.eagle_aux_hidden_state_layer_ids, target_layer_ids or eagle_aux_hidden_state_layer_ids)."
-            f"{known} Add the list to the file, or pass taps=(...), 0-based layer outputs."
+            f"({keys}).{known} Add the list to the file, or pass taps=(...), 0-based layer outputs."
         )
     warnings.warn(
-        f"{path} does not list the target layers the drafter reads: the outputs of layers {list(layers)} are taken, "
-        f"the usual ones for {lineage.layer_count} layers. Pass taps=(...) for others.",
+        f"{path} does not list the target layers the drafter reads ({keys}): the outputs of layers {list(layers)} are "
+        f"taken, the usual ones for {lineage.layer_count} layers. Pass taps=(...) for others.",
         stacklevel=7,
     )
     return Taps(layers, f"the usual layers {list(layers)}")

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.eagle3.config import Eagle3Config
-from mlx_spec.drafters.eagle3.keys import SUPPORTED
+from mlx_spec.drafters.eagle3.keys import REPEATING_ARCHITECTURE, SUPPORTED
 from mlx_spec.drafters.eagle3.layers import Eagle3Modules
 from mlx_spec.drafters.quantization import Quantization, quantize_as_stored
 from mlx_spec.errors import CheckpointError
@@ -112,14 +112,7 @@ def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
         UserWarning: once, naming the tensors that are not used.
     """
     found, folder = stored.tensors, stored.folder
-    modules = Eagle3Modules(
-        config,
-        has_embedding="embed_tokens.weight" in found,
-        has_head="lm_head.weight" in found or config.draft_vocab_size != config.vocab_size,
-        has_fc_bias=config.bias or "fc.bias" in found,
-    )
-    if config.quantization is not None or any(name.endswith(".scales") for name in found):
-        quantize_as_stored(modules, config.quantization, found, folder)
+    modules = _modules(stored, config)
     wanted = _wanted(modules, config, found)
     unused = [name for name in found if name not in wanted]
     refused = [found[name][0] for name in unused if _UNSUPPORTED.fullmatch(name) and not _IGNORED.fullmatch(name)]
@@ -143,6 +136,19 @@ def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
     mx.eval(modules.parameters(), target_ids)
     largest_id = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
     return Eagle3Weights(modules, target_ids, largest_id, dtype)
+
+
+def _modules(stored: Stored, config: Eagle3Config) -> Eagle3Modules:
+    """Modules for what is stored, with weights that are yet to come."""
+    found = stored.tensors
+    modules = Eagle3Modules(
+        config,
+        has_embedding="embed_tokens.weight" in found,
+        has_head="lm_head.weight" in found or config.draft_vocab_size != config.vocab_size,
+        has_fc_bias=config.bias or "fc.bias" in found,
+    )
+    quantize_as_stored(modules, config.quantization, found, stored.folder)
+    return modules
 
 
 Wanted = dict[str, tuple[Shape, tuple[mx.Dtype, ...]]]
@@ -229,13 +235,23 @@ def _to_int(array: mx.array) -> int:
     return value
 
 
+_HINTS = {
+    "lm_head.weight has shape": "The rows of lm_head are draft_vocab_size, or vocab_size where it is absent.",
+    "fc.weight has shape": (
+        "The columns of fc are the number of tapped layers times target_hidden_size (or hidden_size)."
+    ),
+    "_proj.weight has shape": (
+        "Heads have head_dim entries, or hidden_size / num_attention_heads where it is absent; a second layer reads "
+        f"the embedding too if architectures is {REPEATING_ARCHITECTURE!r}."
+    ),
+    ".bias belongs": "Biases are asked for by attention_bias, mlp_bias and bias.",
+}
+
+
 def _hint(problems: list[str]) -> str:
-    hints = []
-    if any(problem.startswith("lm_head.weight has shape") for problem in problems):
-        hints.append("The rows of lm_head are config.json's draft_vocab_size, or vocab_size where it is absent.")
-    if any(problem.startswith("fc.weight has shape") for problem in problems):
-        hints.append("The columns of fc are the number of tapped layers times target_hidden_size (or hidden_size).")
-    return " ".join([*hints, SUPPORTED])
+    """What the config says about the tensors that are wrong."""
+    said = "; ".join(problems)
+    return " ".join([*(hint for words, hint in _HINTS.items() if words in said), SUPPORTED])
 
 
 def _target_ids(d2t: mx.array, config: Eagle3Config, folder: Path) -> mx.array:
