@@ -154,7 +154,7 @@ def test_a_kind_that_contradicts_the_drafter_is_refused() -> None:
 
 def test_a_drafter_of_a_kind_without_a_loop_is_refused_with_the_kinds_there_are() -> None:
     drafter = TappingDrafter([1], VOCAB, (0,))
-    refuse(UnknownDrafter, "'dflash'", "callable, eagle3, ngram", draft_model=drafter)
+    refuse(UnknownDrafter, "'dflash'", "callable, eagle3, mtp, ngram, standalone", draft_model=drafter)
 
 
 @pytest.mark.parametrize("width", [{}, {"draft_block_size": 3}], ids=["left_open", "named"])
