@@ -64,7 +64,8 @@ def load(
     with telling(folder):
         model, tokenizer = mlx_lm_utils.load(
             str(folder),
-            tokenizer_config=dict(tokenizer_config or {}),
+            # Left unsaid, a tokenizer with code of its own would ask on the terminal whether to run it.
+            tokenizer_config={"trust_remote_code": False, **(tokenizer_config or {})},
             model_config=dict(model_config or {}),
             adapter_path=adapter_path,
             lazy=lazy,

@@ -91,10 +91,13 @@ def tensor_names(folder: Path) -> set[str]:
     """Names of the folder's tensors: those its index lists, and those in its files. Files may be missing.
 
     Raises:
-        CheckpointError: a damaged file or index.
+        CheckpointError: a damaged file or index, or neither an index nor a file.
     """
     names = set(indexed_names(folder))
-    for path in _present(folder):
+    files = _present(folder)
+    if not names and not files:
+        raise _nothing_in(folder)
+    for path in files:
         names |= _load(path).keys()
     return names
 
@@ -152,9 +155,7 @@ def _tensor_files(folder: Path) -> list[Path]:
         return _indexed_files(index)
     files = [path for path in _present(folder) if path.match(WEIGHTS_PATTERN)] or _present(folder)
     if not files:
-        raise CheckpointError(
-            f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."
-        )
+        raise _nothing_in(folder)
     return files
 
 
@@ -169,7 +170,18 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _present(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(TENSOR_PATTERN) if path.is_file())
+    files = sorted(folder.glob(TENSOR_PATTERN))
+    for path in files:
+        # Reading a pipe or a device may never end.
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+    return files
+
+
+def _nothing_in(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no {TENSOR_PATTERN} file. Only safetensors are read: convert other formats first."
+    )
 
 
 def _indexed_files(index: Path) -> list[Path]:

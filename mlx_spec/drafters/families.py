@@ -68,7 +68,7 @@ _EAGLE3 = (
             "Qwen3Eagle3Model",
         ),
         model_types=("eagle3",),
-        layouts=("flat", "nested", "speculators"),
+        layouts=("flat", "speculators", "DeepSpec"),
     ),
     Family(
         name="eagle3_mla",

@@ -136,4 +136,4 @@ def _number(place: Mapping[str, Any], key: str, path: Path) -> float:
         raise CheckpointError(f"{path}: {key} is {value!r}, expected a number")
     if value == 0 and key != "mscale_all_dim":
         raise CheckpointError(f"{path}: {key} is 0, expected a positive number")
-    return value
+    return float(value)

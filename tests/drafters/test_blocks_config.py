@@ -124,6 +124,17 @@ def test_every_size_that_is_not_positive_is_named(name: str) -> None:
             assert key in refusal(changed(name, **{key: 0}))
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_number_too_large_to_be_meant_is_named(name: str) -> None:
+    for key in (*SHAPE_KEYS, "block_size", "markov_rank", "selector_rank", "conv_group_size"):
+        if places(config(name), key) and not _harmless(name, key, 0) and key != "rms_norm_eps":
+            content = changed(name, **{key: 10**12})
+            content.pop("layer_types", None)
+            assert key in refusal(content)
+    wide = changed(name, num_attention_heads=2**23, num_key_value_heads=2**23)
+    assert "no axis of a drafter is longer" in refusal(wide)
+
+
 # Layouts
 
 

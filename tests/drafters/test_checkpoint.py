@@ -132,7 +132,7 @@ def test_a_link_is_followed_because_downloads_are_kept_so(tmp_path: Path) -> Non
     (folder / "model.safetensors").symlink_to(blob)
     assert list(read_tensors(folder)) == ["norm.weight"]
     blob.unlink()
-    with pytest.raises(CheckpointError, match="holds no"):
+    with pytest.raises(CheckpointError, match="is no regular file"):
         read_tensors(folder)
 
 

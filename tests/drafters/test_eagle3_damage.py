@@ -35,6 +35,9 @@ LEFT_OUT = {
 }
 """Keys whose absence has a meaning that every library agrees on, so that a file without them is complete."""
 
+UNBOUNDED = ("rope_theta", "factor", "original_max_position_embeddings", *LEFT_OUT, "beta_slow")
+"""Numbers of the rotation, of which none is too large to be meant."""
+
 Content = dict[str, Any]
 
 
@@ -147,7 +150,14 @@ def _to(value: object) -> Callable[[Content, str], None]:
     return lambda place, key: place.update({key: value})
 
 
-EDITS = {"deleted": _delete, "renamed": _rename, "a word": _to("nonsense"), "negative": _to(-7), "a list": _to([[]])}
+EDITS = {
+    "deleted": _delete,
+    "renamed": _rename,
+    "a word": _to("nonsense"),
+    "negative": _to(-7),
+    "a list": _to([[]]),
+    "huge": _to(10**30),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -160,6 +170,8 @@ def test_a_damaged_key_is_named_or_changes_nothing(layout: str, tmp_path: Path, 
             tried += 1
             computed = said.splitlines()[-1]
             if computed == whole or (damage in ("deleted", "renamed") and path[-1] in LEFT_OUT):
+                continue
+            if damage == "huge" and path[-1] in UNBOUNDED:
                 continue
             assert path[-1] in said, f"{'.'.join(path)} {damage}: {said}"
     tell(f"eagle3 {layout}: {tried} damaged keys")

@@ -16,6 +16,7 @@ from mlx_spec.errors import CheckpointError, UnsupportedOption
 from mlx_spec.pairing import load_drafter
 from tests.drafters.eagle3_made import Config, Tensors, target_of, write_made
 from tests.drafters.test_eagle3_variants import text
+from tests.oracle import rng_key
 
 FORMATS = {
     "affine_8": {"group_size": 32, "bits": 8, "mode": "affine"},
@@ -166,6 +167,18 @@ def test_a_quantized_drafter_in_half_precision_keeps_large_states_finite(dtype: 
     assert fused.dtype == dtype
     assert mx.isfinite(fused).all().item()
     assert drafter.network.modules.fc.scales.dtype == (mx.float32 if dtype == mx.float16 else dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": FORMATS["affine_4"]}])
+def test_loading_draws_nothing_from_the_random_state(options: dict[str, Any], tmp_path: Path) -> None:
+    # Whoever seeds before loading gets the text of the one-token loop.
+    stored, plain = FORMATS["affine_8"], write_made(tmp_path / "plain", "llama")
+    coded = write_made(tmp_path / "coded", "llama", saying(stored), quantized(stored))
+    for folder in (plain,) if options else (plain, coded):
+        mx.random.seed(7)
+        before = rng_key()
+        load(folder, "llama", **options)
+        assert rng_key() == before
 
 
 # What is wrong is named

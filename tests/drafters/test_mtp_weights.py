@@ -215,6 +215,13 @@ def test_a_setting_that_is_not_the_targets_is_refused_with_both_values(family: s
     assert checked >= 8
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32", "glm4_moe"])
+def test_a_scaled_rotation_that_the_target_does_not_have_is_refused(family: str, tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0}
+    folder = write(tmp_path / "a", family, lambda config: config.update(rope_scaling=scaling))
+    assert f"rope_scaling={scaling} against None" in refusal(folder, family, IncompatiblePair)
+
+
 def _another(value: object) -> object:
     if isinstance(value, bool):
         return not value

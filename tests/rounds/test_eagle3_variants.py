@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_spec.generate import generate_step
+from mlx_spec.pairing import load_drafter
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
 from tests.double import PATTERNS, double
+from tests.drafters import eagle3_made
 from tests.oracle import assert_same_output, run_stock
 from tests.planted_eagle import PLANTED, planted_variant
 from tests.rounds.runs import (
@@ -23,6 +26,7 @@ from tests.rounds.runs import (
     stock,
 )
 from tests.tiny import LONG, MIXES, PROMPT, randomise
+from tests.tiny_eagle import planted_drafter
 
 WIDTH = 4
 
@@ -103,6 +107,29 @@ def test_after_a_run_the_drafter_is_where_one_is_that_read_the_text(
         assert ours.offset == theirs.offset == read - 1
         for left, right in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
             assert mx.allclose(left[..., : read - 1, :], right[..., : read - 1, :], rtol=1e-4, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("variant", ["latent", "heads_for_deepseek"])
+def test_text_of_a_kimi_target_is_that_of_the_stock_loop(variant: str, tmp_path: Path) -> None:
+    model = randomise(eagle3_made.kimi, seed=6)
+    drafter = load_drafter(eagle3_made.write_made(tmp_path, variant), model)
+    want = run_stock(model, PROMPT, LONG)
+    statistics = Statistics()
+    got = list(generate_step(mx.array(PROMPT), model, draft_model=drafter, max_tokens=LONG, statistics=statistics))
+    assert_same_output(got, want, LONG)
+    assert statistics.proposed_tokens > 0
+
+
+@pytest.mark.parametrize("mix", ["quantized_from_0", "quantized_from_20"])
+def test_the_caches_of_a_drafter_are_not_quantized_with_the_targets(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, opened = planted_drafter(mix), []
+    open_state = type(drafter).open.__get__(drafter)
+    monkeypatch.setattr(drafter, "open", lambda target, start=0: opened.append(open_state(target, start)) or opened[-1])
+    got = speculate(MIXES[mix], drafter, draft_block_size=WIDTH, max_tokens=LONG)
+    assert all(hasattr(cache, "bits") for cache in got.cache)
+    caches = opened[0].cache_tree(got.cache)["draft"]
+    assert not any(hasattr(cache, "bits") for cache in caches)
+    assert {cache.keys.dtype for cache in caches} == {mx.float32}
 
 
 def test_a_quantized_drafter_is_quantized_and_its_target_is_as_it_was() -> None:

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError
 
 from mlx_spec.drafters.checkpoint import CONFIG_NAME
 from mlx_spec.drafters.dflash.keys import (
@@ -31,6 +31,12 @@ from mlx_spec.errors import CheckpointError
 
 EMBEDDING = -1
 """Among the taps: what layer 0 reads, instead of a layer's output."""
+
+LARGEST, MOST = 2**24, 2**10
+"""No axis of a drafter is longer, and it has no more layers or rows: a number beyond is a damaged one."""
+
+Size = Annotated[int, Field(gt=0, le=LARGEST)]
+Count = Annotated[int, Field(gt=0, le=MOST)]
 
 _USUAL_BLOCK = 16
 
@@ -72,38 +78,38 @@ class BlockConfig(BaseModel):
 
     family: str
     architecture: str | None
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    rms_norm_eps: PositiveFloat
-    vocab_size: PositiveInt
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Count
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    vocab_size: Size
     knows_vocabulary: bool
-    draft_vocab_size: PositiveInt
-    target_hidden_size: PositiveInt
+    draft_vocab_size: Size
+    target_hidden_size: Size
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     attention_k_eq_v: bool = False
     rope: Rope
     sights: tuple[Sight, ...]
-    block_size: PositiveInt
+    block_size: Count
     from_anchor: bool
     proposals: NonNegativeInt
     mask_token_id: NonNegativeInt
     taps: tuple[int, ...]
     taps_from: str
-    num_target_layers: PositiveInt | None = None
-    runtime_block_size: PositiveInt | None = None
-    markov_rank: NonNegativeInt = 0
+    num_target_layers: Size | None = None
+    runtime_block_size: Size | None = None
+    markov_rank: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
-    conv_kernel_size: PositiveInt | None = None
-    conv_group_size: PositiveInt | None = None
-    selector_rank: PositiveInt | None = None
-    selector_top_k: PositiveInt | None = None
+    conv_kernel_size: Size | None = None
+    conv_group_size: Size | None = None
+    selector_rank: Size | None = None
+    selector_top_k: Size | None = None
     input_embedding_scale: PositiveFloat | None = None
     output_multiplier: PositiveFloat = 1.0
     final_logit_softcapping: PositiveFloat | None = None
@@ -195,6 +201,11 @@ class BlockConfig(BaseModel):
             (
                 not (self.enable_confidence_head and self.confidence_head_with_markov) or self.markov_rank > 0,
                 "confidence_head_with_markov needs a markov_rank above 0",
+            ),
+            (
+                max(self.num_attention_heads * self.head_dim, len(self.taps) * self.target_hidden_size) <= LARGEST,
+                f"num_attention_heads={self.num_attention_heads}, head_dim={self.head_dim} and target_hidden_size="
+                f"{self.target_hidden_size} cannot be: no axis of a drafter is longer than {LARGEST}",
             ),
             (
                 self.num_target_layers is None or self.taps[-1] < self.num_target_layers,
@@ -327,7 +338,7 @@ def _checked_taps(ids: object, shift: int, name: str, path: Path) -> tuple[int, 
 
 
 def _sights(places: Places, layers: object) -> tuple[Sight, ...]:
-    if type(layers) is not int or layers < 1:
+    if type(layers) is not int or not 1 <= layers <= MOST:
         return ()  # reported by its own check
     window = places.window()
     kinds = places.layer_types(layers)

@@ -17,6 +17,7 @@ from mlx_spec.drafters.dflash.layers import Tensors, build_layers
 from mlx_spec.drafters.dflash.state import BlockState, Context
 from mlx_spec.drafters.dflash.weights import BlockWeights
 from mlx_spec.errors import IncompatiblePair, InvalidRequest, UnsupportedOption
+from mlx_spec.schedule import MAX_WIDTH
 from mlx_spec.target.model import Target
 
 PADDING_LIMIT = 1024
@@ -111,7 +112,7 @@ class BlockDrafter(Drafter):
         self.taps = tuple(tap for tap in config.taps if tap != EMBEDDING)
         self.proposals = config.proposals
         self.trained_width = config.proposals + 1
-        self.default_width = min(config.runtime_block_size or self.trained_width, self.trained_width)
+        self.default_width = min(config.runtime_block_size or self.trained_width, self.trained_width, MAX_WIDTH)
         self._largest_id = weights.largest_id
         self._threshold = 0.0
 

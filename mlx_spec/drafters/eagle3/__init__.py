@@ -16,6 +16,7 @@ from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.drafters.eagle3.weights import canonical, read_stored, read_weights
 from mlx_spec.drafters.quantization import foreign_quantization, quantize_on_load, read_quantization
 from mlx_spec.errors import UnsupportedOption
+from mlx_spec.sampling import random_state_kept
 from mlx_spec.target.model import Target
 
 __all__ = ["load"]
@@ -52,13 +53,13 @@ def load(
         lineage=Lineage.of(target),
     )
     parsed = Eagle3Config.parse(config, folder, taps, beside)
-    weights = read_weights(stored, parsed)
     if ignored is not None:
         warnings.warn(f"{path}: {ignored}", stacklevel=3)
-    if quantize is not None:
-        left = quantize_on_load(weights.modules, quantize)
-        if left:
-            warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {', '.join(left)}", stacklevel=3)
+    with random_state_kept():
+        weights = read_weights(stored, parsed)
+        left = [] if quantize is None else quantize_on_load(weights.modules, quantize)
+    if left:
+        warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {', '.join(left)}", stacklevel=3)
     return Eagle3Drafter(folder.name, parsed, weights)
 
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlx_spec.drafters.checkpoint import CONFIG_NAME
 from mlx_spec.drafters.eagle3.keys import (
@@ -28,6 +28,11 @@ from mlx_spec.drafters.rope import Rope, read_rope
 from mlx_spec.errors import CheckpointError
 
 _FIRST_ATTENTION = "layers.0.self_attn."
+
+LARGEST = 2**24
+"""No axis of a drafter is longer; a number beyond it is a damaged one, and arrays of that size cannot be described."""
+
+Size = Annotated[int, Field(gt=0, le=LARGEST)]
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,11 @@ class Latent(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
 
 
 class Eagle3Config(BaseModel):
@@ -92,17 +97,17 @@ class Eagle3Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    rms_norm_eps: PositiveFloat
-    vocab_size: PositiveInt
-    draft_vocab_size: PositiveInt
-    target_hidden_size: PositiveInt
-    num_target_layers: PositiveInt | None = None
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    vocab_size: Size
+    draft_vocab_size: Size
+    target_hidden_size: Size
+    num_target_layers: Size | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     bias: bool = False
@@ -117,7 +122,7 @@ class Eagle3Config(BaseModel):
     rope: Rope
     taps: tuple[int, ...]
     taps_from: str
-    proposals: PositiveInt | None = None
+    proposals: Size | None = None
     quantization: Quantization | None = None
 
     @classmethod
@@ -156,6 +161,7 @@ class Eagle3Config(BaseModel):
         fields |= _switches(settings, beside)
         parsed = cls._validated(fields, settings, read, beside)
         parsed._check_relations(path)
+        _check_depth(parsed, beside, path)
         warn_unknown(settings)
         return parsed
 
@@ -184,6 +190,12 @@ class Eagle3Config(BaseModel):
         if self.draft_vocab_size > self.vocab_size:
             raise CheckpointError(
                 f"{path}: draft_vocab_size={self.draft_vocab_size} is larger than vocab_size={self.vocab_size}"
+            )
+        wide = self.num_attention_heads * self.head_dim
+        if wide > LARGEST or len(self.taps) * self.target_hidden_size > LARGEST:
+            raise CheckpointError(
+                f"{path}: num_attention_heads={self.num_attention_heads}, head_dim={self.head_dim} and "
+                f"target_hidden_size={self.target_hidden_size} cannot be: no axis of a drafter is longer than {LARGEST}"
             )
         if self.norm_before_fc and self.fc_norm:
             raise CheckpointError(f"{path}: norm_before_fc and fc_norm are two ways to do one thing; keep one")
@@ -273,6 +285,15 @@ def _decided(settings: Settings, beside: Beside, prefix: str, *names: str) -> bo
             f"{settings.path}: {names[0]} is false, but there are tensors {prefix}*; remove one of them"
         )
     return found if said is None else said
+
+
+def _check_depth(config: Eagle3Config, beside: Beside, path: Path) -> None:
+    """Whether the file has tensors of every layer, before layers are made."""
+    stored = {name.split(".")[1] for name in beside.names if name.startswith("layers.")}
+    if beside.names and config.num_hidden_layers > max(1, len(stored)):
+        raise CheckpointError(
+            f"{path}: num_hidden_layers={config.num_hidden_layers}, but there are tensors of {len(stored)} layers"
+        )
 
 
 def _tap_count(fields: Mapping[str, Any], beside: Beside, path: Path) -> int | None:

@@ -112,14 +112,7 @@ def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
         UserWarning: once, naming the tensors that are not used.
     """
     found, folder = stored.tensors, stored.folder
-    modules = Eagle3Modules(
-        config,
-        has_embedding="embed_tokens.weight" in found,
-        has_head="lm_head.weight" in found or config.draft_vocab_size != config.vocab_size,
-        has_fc_bias=config.bias or "fc.bias" in found,
-    )
-    if config.quantization is not None or any(name.endswith(".scales") for name in found):
-        quantize_as_stored(modules, config.quantization, found, folder)
+    modules = _modules(stored, config)
     wanted = _wanted(modules, config, found)
     unused = [name for name in found if name not in wanted]
     refused = [found[name][0] for name in unused if _UNSUPPORTED.fullmatch(name) and not _IGNORED.fullmatch(name)]
@@ -143,6 +136,19 @@ def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
     mx.eval(modules.parameters(), target_ids)
     largest_id = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
     return Eagle3Weights(modules, target_ids, largest_id, dtype)
+
+
+def _modules(stored: Stored, config: Eagle3Config) -> Eagle3Modules:
+    """Modules for what is stored, with weights that are yet to come."""
+    found = stored.tensors
+    modules = Eagle3Modules(
+        config,
+        has_embedding="embed_tokens.weight" in found,
+        has_head="lm_head.weight" in found or config.draft_vocab_size != config.vocab_size,
+        has_fc_bias=config.bias or "fc.bias" in found,
+    )
+    quantize_as_stored(modules, config.quantization, found, stored.folder)
+    return modules
 
 
 Wanted = dict[str, tuple[Shape, tuple[mx.Dtype, ...]]]

@@ -99,8 +99,6 @@ def _same(stated: object, known: object) -> bool:
     """Whether two values say the same; of two objects, whether they do where both say something."""
     if isinstance(stated, dict) and isinstance(known, dict):
         return all(_same(stated[key], known[key]) for key in stated.keys() & known.keys() - _SAME_IN_ROPE)
-    if isinstance(stated, dict) or isinstance(known, dict):
-        return known is None or stated is None
     if isinstance(stated, list | tuple) and isinstance(known, list | tuple):
         return list(stated) == list(known)
     return stated == known
