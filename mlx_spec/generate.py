@@ -38,8 +38,8 @@ from mlx_spec.target.routes import STEP_THROUGH
 
 Drafting = Drafter | nn.Module | str | None
 
-_KIND_OF_METHOD = {"eagle": "eagle3", "dflash": "dflash", "dflash2": "dflash"}
-"""SpeculativeConfig's method -> the drafter kind that serves it, for the methods that are built."""
+_KIND_OF_METHOD = {"eagle": "eagle3", "mtp": "mtp", "dflash": "dflash", "dflash2": "dflash"}
+"""SpeculativeConfig's method -> the drafter kind that serves it."""
 
 
 @dataclass
@@ -113,11 +113,6 @@ class _Options:
                     "Set the method, or leave the drafter out."
                 )
             return
-        if method not in _KIND_OF_METHOD:
-            raise UnsupportedOption(
-                f"speculative_method={method!r} has no round loop yet; available: {', '.join(_KIND_OF_METHOD)}. "
-                "The n-gram drafter needs no SpeculativeConfig."
-            )
         if self.draft_model is None:
             raise InvalidRequest(f"speculative_method={method!r} needs a draft_model.")
         if self.draft_kind not in (None, _KIND_OF_METHOD[method]):

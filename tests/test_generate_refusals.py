@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_spec import SpeculativeConfig, Statistics, VerifyWidthRange, generate_step, stream_generate
+from mlx_spec.config import SpeculativeMethod
 from mlx_spec.drafters import NgramDrafter
 from mlx_spec.errors import (
     IncompatiblePair,
@@ -22,6 +23,8 @@ from mlx_spec.errors import (
     UnknownDrafter,
     UnsupportedOption,
 )
+from mlx_spec.generate import _KIND_OF_METHOD
+from mlx_spec.rounds.registry import ROUND_LOOPS
 from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
 from tests.checkpoints import ascii_tokenizer, tiny_model
 from tests.drafters import eagle3_files
@@ -237,10 +240,9 @@ def test_every_field_is_either_built_or_refused() -> None:
     assert set(SpeculativeConfig.model_fields) == built | set(UNBUILT)
 
 
-@pytest.mark.parametrize("method", ["mtp"])
-def test_a_method_without_a_loop_is_refused(method: Any) -> None:
-    config = SpeculativeConfig(speculative_method=method)
-    refuse(UnsupportedOption, f"{method!r} has no round loop", "available: eagle", speculative=config)
+def test_every_method_has_a_loop() -> None:
+    assert set(_KIND_OF_METHOD) == set(get_args(SpeculativeMethod))
+    assert set(_KIND_OF_METHOD.values()) <= set(ROUND_LOOPS)
 
 
 CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
