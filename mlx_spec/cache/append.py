@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, AskedMask, Journal, changed_outside, kept_whole, per_row, uniform
+from mlx_spec.cache.base import Apply, AskedMask, Journal, Method, changed_outside, kept_whole, per_row, uniform
 from mlx_spec.errors import TransactionError
 
 
@@ -29,7 +29,10 @@ class AppendJournal(Journal):
     copy the whole buffer. Rows past the length are nobody's business, so keeping a prefix is one assignment.
     """
 
-    methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
+    methods: tuple[tuple[str, Method], ...] = (
+        ("update_and_fetch", _update_and_fetch),
+        ("keys_and_values", _keys_and_values),
+    )
     counter = "offset"
     """The cache's field that counts its rows in use."""
 

@@ -12,6 +12,22 @@ from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import Apply, kept_whole
 
 
+def _cut_front(self: Any) -> None:
+    """What the cache's own method does. Whatever interrupts it, rows and their first position agree."""
+    if self.keys is None:
+        return
+    held = self.offset - self.start_position
+    surplus = held - self.chunk_size
+    if surplus > 0:
+        keys, values = (side[..., surplus:held, :] for side in (self.keys, self.values))
+        _put(self, keys=keys, values=values, start_position=self.start_position + surplus)
+
+
+def _put(cache: Any, **fields: Any) -> None:
+    """Set several attributes at once: nothing can come between them."""
+    vars(cache).update(fields)
+
+
 class ChunkedJournal(AppendJournal):
     """Remembers the length, and copies the rows that single steps of the round would cut from the front.
 
@@ -19,6 +35,7 @@ class ChunkedJournal(AppendJournal):
     block was fed.
     """
 
+    methods = (*AppendJournal.methods, ("maybe_trim_front", _cut_front))
     wants_positions = True
 
     def __init__(self, cache: Any, width: int) -> None:
@@ -43,7 +60,7 @@ class ChunkedJournal(AppendJournal):
     def before_position(self, position: int) -> None:
         super().before_position(position)
         if position:
-            self._cache.maybe_trim_front()
+            _cut_front(self._cache)
         else:
             # The model has cut for the block by now, and made its masks from here on.
             self._first_start = self._cache.start_position
@@ -76,13 +93,14 @@ class ChunkedJournal(AppendJournal):
 
     def _go_to(self, count: int) -> None:
         cache, start, end = self._cache, self._start_after(count), self._base + count
+        keys, values = cache.keys, cache.values
         if count == 0 and self._uncut is not None:
-            cache.keys, cache.values = self._uncut
+            keys, values = self._uncut
         elif end == 0:
-            cache.keys = cache.values = None
+            keys = values = None
         elif start != cache.start_position:
-            cache.keys, cache.values = (self._rows(side, start, end) for side in range(2))
-        cache.start_position, cache.offset = start, end
+            keys, values = (self._rows(side, start, end) for side in range(2))
+        _put(cache, keys=keys, values=values, start_position=start, offset=end)
 
     def _rows(self, side: int, start: int, end: int) -> mx.array:
         """Rows [start, end) by position, from what the cache still has and the copies of its front."""
