@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from mlx_spec.drafters.stored_tensors import dtypes_like, fault, fault_of_values
 from mlx_spec.errors import CheckpointError
 
-_FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 _NAMED = 12
 """Faults spelled out in one message."""
 
@@ -32,7 +32,12 @@ def fill(network: nn.Module, tensors: Mapping[str, mx.array], folder: Path) -> N
             The network is not to be used then.
     """
     wanted: dict[str, mx.array] = dict(tree_flatten(network.parameters()))
-    faults = [f"{name} {fault}" for name, like in wanted.items() if (fault := _fault(tensors.get(name), like))]
+    faults = []
+    for name, like in wanted.items():
+        array = tensors.get(name)
+        said = fault(array, like.shape, dtypes_like(like.dtype)) or fault_of_values(array)
+        if said:
+            faults.append(f"{name} {said}")
     unknown = [name for name in tensors if name not in wanted and not _IGNORED.fullmatch(name)]
     if unknown:
         faults.append(f"not known in this family: {', '.join(unknown[:_NAMED])}")
@@ -41,20 +46,3 @@ def fill(network: nn.Module, tensors: Mapping[str, mx.array], folder: Path) -> N
         raise CheckpointError(f"{folder}: {'; '.join(faults[:_NAMED])}{more}")
     network.load_weights([(name, tensors[name]) for name in wanted])
     mx.eval(network.parameters())
-
-
-def _fault(array: mx.array | None, like: mx.array) -> str | None:
-    if array is None:
-        return f"is missing, wanted {list(like.shape)}"
-    if array.shape != like.shape:
-        return f"has shape {list(array.shape)}, wanted {list(like.shape)}"
-    dtypes = _FLOATS if like.dtype in _FLOATS else (like.dtype,)
-    if array.dtype not in dtypes:
-        return f"has dtype {_short(array.dtype)}, wanted {' or '.join(map(_short, dtypes))}"
-    if array.dtype in _FLOATS and not mx.isfinite(array).all().item():
-        return "holds NaN or infinity"
-    return None
-
-
-def _short(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

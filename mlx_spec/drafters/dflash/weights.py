@@ -14,12 +14,10 @@ from mlx_spec.drafters.checkpoint import read_tensors
 from mlx_spec.drafters.dflash.config import BlockConfig, Flavour
 from mlx_spec.drafters.dflash.places import canonical_name
 from mlx_spec.drafters.quantization import Format
+from mlx_spec.drafters.stored_tensors import FLOATS, INTEGERS, dtypes_like, fault, fault_of_values, target_ids
 from mlx_spec.errors import CheckpointError
 
 Shape = tuple[int, ...]
-
-FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-INTEGERS = (mx.int64, mx.int32)
 
 _IGNORED = re.compile(r"t2d|verifier_.*|(.*\.)?rotary_emb\.inv_freq")
 
@@ -85,7 +83,7 @@ class _Wanted:
         for part, array in zip(_PARTS, packed, strict=False):
             name = f"{module}.{part}"
             self.shapes[name] = array.shape
-            self.dtypes[name] = FLOATS if array.dtype in FLOATS else (array.dtype,)
+            self.dtypes[name] = dtypes_like(array.dtype)
 
     def add(self, name: str, *shape: int, optional: bool = False) -> None:
         self.shapes[name] = shape
@@ -132,10 +130,10 @@ def read_weights(folder: Path, config: BlockConfig) -> BlockWeights:
     d2t = used.pop("d2t", None)
     dtype = used["norm.weight" if "fc" in formats else "fc.weight"].dtype
     tensors = {name: array.astype(dtype) if array.dtype in FLOATS else array for name, array in used.items()}
-    target_ids = None if d2t is None else _target_ids(d2t, config, folder)
-    mx.eval(tensors, target_ids)
-    largest = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
-    return BlockWeights(tensors, target_ids, largest, dtype, formats)
+    reduced = None if d2t is None else target_ids(d2t, config.vocab_size, folder)
+    ids, largest = reduced or (None, config.draft_vocab_size - 1)
+    mx.eval(tensors, ids)
+    return BlockWeights(tensors, ids, largest, dtype, formats)
 
 
 def _split_fused(tensors: Mapping[str, mx.array], config: BlockConfig, folder: Path) -> dict[str, mx.array]:
@@ -195,10 +193,13 @@ def _problems(found: Mapping[str, tuple[str, mx.array]], wanted: _Wanted) -> lis
     spell = _speller(found)
     problems = []
     for name, shape in wanted.shapes.items():
-        if name in found:
-            problems += _faults(*found[name], shape, wanted.dtypes.get(name, INTEGERS if name == "d2t" else FLOATS))
-        elif name not in wanted.optional:
-            problems.append(f"{spell(name)} is missing, wanted {list(shape)}")
+        if name not in found and name in wanted.optional:
+            continue
+        original, array = found.get(name, (spell(name), None))
+        dtypes = wanted.dtypes.get(name, INTEGERS if name == "d2t" else FLOATS)
+        said = fault(array, shape, dtypes) or fault_of_values(array)
+        if said:
+            problems.append(f"{original} {said}")
     return problems
 
 
@@ -209,16 +210,6 @@ def _speller(found: Mapping[str, tuple[str, mx.array]]) -> Callable[[str], str]:
     encoder = any(original.startswith("encoder.") for original in originals)
     other = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     return lambda name: prefix + (other.get(name, name) if encoder else name)
-
-
-def _faults(name: str, array: mx.array, shape: Shape, dtypes: tuple[mx.Dtype, ...]) -> list[str]:
-    if array.shape != shape:
-        return [f"{name} has shape {list(array.shape)}, wanted {list(shape)}"]
-    if array.dtype not in dtypes:
-        return [f"{name} has dtype {_short(array.dtype)}, wanted {' or '.join(map(_short, dtypes))}"]
-    if array.dtype in FLOATS and not mx.isfinite(array).all().item():
-        return [f"{name} holds NaN or infinity"]
-    return []
 
 
 def wanted_shapes(config: BlockConfig) -> tuple[dict[str, Shape], set[str]]:
@@ -298,29 +289,6 @@ def _add_heads(wanted: _Wanted, config: BlockConfig) -> None:
     if config.enable_confidence_head:
         width = hidden + (rank if config.confidence_head_with_markov else 0)
         wanted.linear("confidence_head.proj", 1, width, bias=True)
-
-
-def _target_ids(d2t: mx.array, config: BlockConfig, folder: Path) -> mx.array:
-    # d2t holds offsets: the id in the target's vocabulary is the proposed id plus its entry.
-    ids = mx.arange(config.draft_vocab_size, dtype=mx.int64) + d2t.astype(mx.int64)
-    beyond = (ids < 0) | (ids >= config.vocab_size)
-    if beyond.any().item():
-        first = _to_int(mx.argmax(beyond))
-        raise CheckpointError(
-            f"{folder}: d2t[{first}] maps draft id {first} to {ids[first].item()}, outside the vocabulary of "
-            f"{config.vocab_size}. d2t holds offsets: target id = draft id + d2t[draft id]."
-        )
-    return ids.astype(mx.int32)
-
-
-def _to_int(array: mx.array) -> int:
-    value = array.item()
-    assert isinstance(value, int)
-    return value
-
-
-def _short(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def _hint(problems: list[str]) -> str:

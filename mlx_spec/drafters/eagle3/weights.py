@@ -16,12 +16,10 @@ from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.keys import REPEATING_ARCHITECTURE, SUPPORTED
 from mlx_spec.drafters.eagle3.layers import Eagle3Modules
 from mlx_spec.drafters.quantization import Quantization, quantize_as_stored
+from mlx_spec.drafters.stored_tensors import FLOATS, INTEGERS, dtypes_like, fault, fault_of_values, target_ids
 from mlx_spec.errors import CheckpointError
 
 Shape = tuple[int, ...]
-
-FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-INTEGERS = (mx.int64, mx.int32)
 
 LAYER = "layers.0."
 _OTHER_LAYER = "midlayer."
@@ -128,14 +126,14 @@ def read_weights(stored: Stored, config: Eagle3Config) -> Eagle3Weights:
         )
     tensors = {name: found[name][1] for name in wanted}
     d2t = tensors.pop("d2t", None)
-    target_ids = None if d2t is None else _target_ids(d2t, config, folder)
+    reduced = None if d2t is None else target_ids(d2t, config.vocab_size, folder)
     weight = tensors["fc.weight"]
     dtype = (weight if weight.dtype in FLOATS else tensors["norm.weight"]).dtype
     floats = {name: array.astype(dtype) if array.dtype in FLOATS else array for name, array in tensors.items()}
     modules.load_weights(list(_split(floats, config).items()))
-    mx.eval(modules.parameters(), target_ids)
-    largest_id = config.draft_vocab_size - 1 if target_ids is None else _to_int(target_ids.max())
-    return Eagle3Weights(modules, target_ids, largest_id, dtype)
+    ids, largest_id = reduced or (None, config.draft_vocab_size - 1)
+    mx.eval(modules.parameters(), ids)
+    return Eagle3Weights(modules, ids, largest_id, dtype)
 
 
 def _modules(stored: Stored, config: Eagle3Config) -> Eagle3Modules:
@@ -157,8 +155,7 @@ Wanted = dict[str, tuple[Shape, tuple[mx.Dtype, ...]]]
 def _wanted(modules: Eagle3Modules, config: Eagle3Config, found: Mapping[str, object]) -> Wanted:
     """Name -> shape and dtypes of every tensor the modules need, as it stands in a file."""
     wanted: Wanted = {
-        name: (array.shape, FLOATS if array.dtype in FLOATS else (array.dtype,))
-        for name, array in tree_flatten(modules.parameters())
+        name: (array.shape, dtypes_like(array.dtype)) for name, array in tree_flatten(modules.parameters())
     }
     if config.latent is not None and not any(name in found for name in _SPLIT):
         heads, geometry = config.num_attention_heads, config.latent
@@ -180,7 +177,7 @@ def _joint(rows: int, config: Eagle3Config) -> Wanted:
         return {f"{_JOINT}.weight": ((rows, columns), FLOATS)}
     parts = mx.quantize(mx.zeros((rows, columns)), form.group_size, form.bits, mode=form.mode)
     return {
-        f"{_JOINT}.{part}": (array.shape, FLOATS if array.dtype in FLOATS else (array.dtype,))
+        f"{_JOINT}.{part}": (array.shape, dtypes_like(array.dtype))
         for part, array in zip(("weight", "scales", "biases"), parts, strict=False)
     }
 
@@ -208,31 +205,11 @@ def _problems(found: Mapping[str, tuple[str, mx.array]], wanted: Wanted) -> list
     prefix = _OTHER_LAYER if any(_OTHER_LAYER in name for name, _ in found.values()) else LAYER
     problems = []
     for name, (shape, dtypes) in wanted.items():
-        if name in found:
-            problems += _faults(*found[name], shape, dtypes)
-        else:
-            problems.append(f"{name.replace(LAYER, prefix)} is missing, wanted {list(shape)}")
+        original, array = found.get(name, (name.replace(LAYER, prefix), None))
+        said = fault(array, shape, dtypes) or fault_of_values(array)
+        if said:
+            problems.append(f"{original} {said}")
     return problems
-
-
-def _faults(name: str, array: mx.array, shape: Shape, dtypes: tuple[mx.Dtype, ...]) -> list[str]:
-    if array.shape != shape:
-        return [f"{name} has shape {list(array.shape)}, wanted {list(shape)}"]
-    if array.dtype not in dtypes:
-        return [f"{name} has dtype {_short(array.dtype)}, wanted {' or '.join(map(_short, dtypes))}"]
-    if not mx.isfinite(array).all().item():
-        return [f"{name} holds NaN or infinity"]
-    return []
-
-
-def _short(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
-
-
-def _to_int(array: mx.array) -> int:
-    value = array.item()
-    assert isinstance(value, int)
-    return value
 
 
 _HINTS = {
@@ -252,16 +229,3 @@ def _hint(problems: list[str]) -> str:
     """What the config says about the tensors that are wrong."""
     said = "; ".join(problems)
     return " ".join([*(hint for words, hint in _HINTS.items() if words in said), SUPPORTED])
-
-
-def _target_ids(d2t: mx.array, config: Eagle3Config, folder: Path) -> mx.array:
-    # d2t holds offsets: the id in the target's vocabulary is the proposed id plus its entry.
-    ids = mx.arange(config.draft_vocab_size, dtype=mx.int64) + d2t.astype(mx.int64)
-    beyond = (ids < 0) | (ids >= config.vocab_size)
-    if beyond.any().item():
-        first = _to_int(mx.argmax(beyond))
-        raise CheckpointError(
-            f"{folder}: d2t[{first}] maps draft id {first} to {ids[first].item()}, outside the vocabulary of "
-            f"{config.vocab_size}. d2t holds offsets: target id = draft id + d2t[draft id]."
-        )
-    return ids.astype(mx.int32)

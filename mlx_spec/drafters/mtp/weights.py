@@ -14,9 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_spec.drafters.mtp.files import PredictionTensors
 from mlx_spec.drafters.mtp.layouts import Layout
 from mlx_spec.drafters.mtp.model import Predictor
+from mlx_spec.drafters.stored_tensors import dtypes_like, fault, fault_of_values
 from mlx_spec.errors import CheckpointError
-
-FLOATS = (mx.bfloat16, mx.float16, mx.float32)
 
 NAMED = 12
 """Faults spelled out in one message."""
@@ -137,8 +136,9 @@ def assign(predictor: Predictor, layout: Layout, stored: PredictionTensors) -> N
         array = form.build([stored.tensors[source] for source in form.shapes])
         array = array + 1 if parameter in shifted else array
         mx.eval(array)
-        if array.dtype in FLOATS and not mx.isfinite(array).all().item():
-            raise CheckpointError(f"{stored.folder}: {_not_finite(form, stored)} holds NaN or infinity")
+        said = fault_of_values(array)
+        if said:
+            raise CheckpointError(f"{stored.folder}: {_not_finite(form, stored)} {said}")
         loaded.append((parameter, array))
         uses.subtract(form.shapes.keys())
         for source in form.shapes:
@@ -158,9 +158,9 @@ def _check(
     problems: dict[str, str] = {}
     for name, parameter in wanted.items():
         for source, shape in forms[name].shapes.items():
-            fault = _fault(stored.tensors.get(source), shape, parameter.dtype)
-            if fault:
-                problems[source] = f"{stored.full_name(source)} {fault}"
+            said = fault(stored.tensors.get(source), shape, dtypes_like(parameter.dtype))
+            if said:
+                problems[source] = f"{stored.full_name(source)} {said}"
     used = {source for form in forms.values() for source in form.shapes} | set(layout.copies)
     spare = [stored.full_name(name) for name in stored.tensors if name not in used and not _IGNORED.fullmatch(name)]
     told = list(problems.values())
@@ -178,21 +178,6 @@ def _not_finite(form: Kept, stored: PredictionTensors) -> str:
     return stored.full_name(named[0])
 
 
-def _fault(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:
-    if array is None:
-        return f"is missing, wanted {list(shape)}"
-    if array.shape != shape:
-        return f"has shape {list(array.shape)}, wanted {list(shape)}"
-    dtypes = FLOATS if dtype in FLOATS else (dtype,)
-    if array.dtype not in dtypes:
-        return f"has dtype {_short(array.dtype)}, wanted {' or '.join(map(_short, dtypes))}"
-    return None
-
-
 def _listed(items: Sequence[str], separator: str = ", ") -> str:
     more = len(items) - NAMED
     return separator.join(items[:NAMED]) + (f"{separator}and {more} more" if more > 0 else "")
-
-
-def _short(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
