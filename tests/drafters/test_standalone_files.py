@@ -115,8 +115,9 @@ def test_what_could_not_be_compared_is_told(folder: Path, tmp_path: Path) -> Non
 def test_a_tokenizer_is_compared_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load(folder / "target")
     drafter = load_drafter(folder / "small", target=model)
+    want = mlx_spec.generate(model, tokenizer, "the sea", max_tokens=4)
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: pytest.fail("asked again"), raising=False)
-    mlx_spec.generate(model, tokenizer, "the sea", draft_model=drafter, max_tokens=4)
+    assert mlx_spec.generate(model, tokenizer, "the sea", draft_model=drafter, max_tokens=4) == want
 
 
 def test_loading_a_drafter_leaves_the_random_state_alone(folder: Path) -> None:
