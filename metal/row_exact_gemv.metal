@@ -82,7 +82,7 @@ struct RowExactGemv {
 // 16 rows of x. A tile with fewer rows takes fewer accumulators for each row of w, and more rows of w at once.
 template <typename T, int BN, int SN, bool HAS_BIAS, typename Bias>
 METAL_FUNC void row_exact_gemv(
-    const device T* w, const device T* x, Bias bias, device T* y, int N, int K, int M, uint2 group, uint simd_group,
+    const device T* w, const device T* x, Bias bias, device T* y, int N, int K, int M, uint3 group, uint simd_group,
     uint lane, uint simd_groups, threadgroup float* part) {
   const int first = int(group.y) * 16, rows = min(16, M - first);
   x += size_t(first) * K;

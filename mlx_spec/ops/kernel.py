@@ -37,7 +37,9 @@ class Kernel:
     outputs: tuple[str, ...]
     body: str
 
-    def __call__(self, inputs: Sequence[mx.array], outputs: Sequence[tuple[Sequence[int], mx.Dtype]], **call: Any) -> Any:
+    def __call__(
+        self, inputs: Sequence[mx.array], outputs: Sequence[tuple[Sequence[int], mx.Dtype]], **call: Any
+    ) -> Any:
         """Run it lazily.
 
         Args:

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_spec.cache.base import Drive
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
-from mlx_spec.ops.linear import HEADS
+from mlx_spec.ops.packed import HEADS
 from mlx_spec.target.swap import put_back
 
 _swap_lock = threading.Lock()

@@ -11,7 +11,7 @@ from mlx_spec.cache.adopt import new_caches
 from mlx_spec.ops.base import Op, Shape, WeightedModule
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.experts import EXPERTS
-from mlx_spec.ops.linear import HEADS, LINEARS
+from mlx_spec.ops.packed import HEADS, LINEARS
 from mlx_spec.target.routes import own_class
 from mlx_spec.target.trace import watched
 

@@ -11,7 +11,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_spec.ops.base import Rows
-from mlx_spec.ops.linear import DenseLinear, PackedLinear
+from mlx_spec.ops.linear import DenseLinear
+from mlx_spec.ops.packed import PackedLinear
 from mlx_spec.target.mix import Mix
 from mlx_spec.target.routes import STEP_THROUGH
 from tests.double import PATTERNS, double

@@ -105,6 +105,7 @@ class SimulatedKernel:
         **call: Any,
     ) -> list[mx.array]:
         given = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
+        mx.eval(given)
         kernel = self._kernel_for(given, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
         arrays = [
             array for name, value in zip(self.input_names, given, strict=True) for array in self._bound(name, value)

@@ -243,7 +243,7 @@ def test_more_threads_than_metal_allows_are_refused() -> None:
 
 def test_function_constants_and_subscripts_survive_translation() -> None:
     text = "constant bool wide [[function_constant(3)]];\nint f(thread int* p) { return p[p[0]]; }\n"
-    assert translate(text, {3: True})[0] == " bool wide  = 1;\nint f( int* p) { return p[p[0]]; }\n"
+    assert translate(text, {3: True})[0] == "const bool wide  = 1;\nint f( int* p) { return p[p[0]]; }\n"
 
 
 KERNEL_BODY = "o[thread_position_in_grid.x] = T(a[thread_position_in_grid.x] * T(count));"

@@ -22,7 +22,8 @@ BUILTINS = frozenset(
 )
 
 SHARED = 'static __attribute__((used, section("msl_threadgroup")))'
-ADDRESS_SPACES = ("device", "constant", "thread")
+ADDRESS_SPACES = {"device": "", "thread": "", "constant": "const"}
+"""What is left of each in C++. Memory in the constant space cannot be written."""
 ACCESS = (".", "->", "::")
 
 _TOKEN = re.compile(
@@ -101,7 +102,7 @@ class _Source:
                 self.dropped[place : stop + 1] = [True] * (stop + 1 - place)
                 place = stop
             elif token in ADDRESS_SPACES:
-                self.dropped[place] = True
+                self.tokens[place] = ADDRESS_SPACES[token]
             elif token == "threadgroup":
                 self.tokens[place] = SHARED if self._declares_variable(place) else ""
             place += 1

@@ -13,7 +13,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_spec.ops.base import ROWS, STOCK, Op, Rows, WeightedModule
 from mlx_spec.ops.choose import Subject, choose, distinct, kinds_of_data, relative_cost, same_bits
 from mlx_spec.ops.experts import CHUNKS, Experts
-from mlx_spec.ops.linear import BATCH_AXIS, BATCH_AXIS_BIAS_APART, DenseLinear, PackedLinear
+from mlx_spec.ops.linear import BATCH_AXIS, BATCH_AXIS_BIAS_APART, DenseLinear
+from mlx_spec.ops.packed import PackedLinear
 from tests.bits import assert_same_bits
 from tests.double import PATTERNS, double
 

@@ -23,6 +23,7 @@ inline float abs(float x) { return std::fabs(x); }
 inline bool isnan(float x) { return x != x; }
 inline bool isinf(float x) { return std::fabs(x) == __builtin_inff(); }
 inline bool isfinite(float x) { return std::fabs(x) < __builtin_inff(); }
+inline bool signbit(float x) { return std::signbit(x); }
 
 template <class T> using unsigned_of = std::make_unsigned_t<T>;
 template <class T> constexpr int bits_of = 8 * sizeof(T);
