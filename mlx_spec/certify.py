@@ -18,7 +18,7 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.demo import demo_target_path
 from mlx_spec.environment import certificate_folder
 from mlx_spec.errors import MlxSpecError
-from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
+from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK
 from mlx_spec.ops.choose import Subject, choose, distinct, relative_cost
 from mlx_spec.pairing import load_without_tokenizer
@@ -49,6 +49,7 @@ class OpTable:
         self.verdicts = verdicts
         self._subjects: dict[int, Subject] | None = None
         self._plans: dict[int, Plan] = {}
+        self._attention: dict[tuple[AttentionCall, KeyStretch], str] = {}
 
     def plan(self, model: Any, width: int) -> Plan:
         """What the model's ops do in a verify call of `width` tokens."""
@@ -66,15 +67,17 @@ class OpTable:
             self.verdicts.add_op(subject.key, width, known)
         return known
 
-    def attends_equally(self, call: AttentionCall, stretch: KeyStretch) -> bool:
-        """Whether stock attention of a block over so many keys equals that of single queries."""
-        key = f"{call} over {stretch}"
-        known = self.verdicts.op(key, call.width)
-        if known is None:
-            known = STOCK if call.equal_over(stretch) else BY_POSITION
-            self.verdicts.add_op(key, call.width, known)
-            self.verdicts.save()
-        return known == STOCK
+    def attention_route(self, call: AttentionCall, stretch: KeyStretch) -> str:
+        """The cheapest way to attend with a block over so many keys that equals single queries."""
+        if (call, stretch) not in self._attention:
+            key = f"{call} over {stretch}"
+            known = self.verdicts.op(key, call.width)
+            if known is None:
+                known = call.route_over(stretch)
+                self.verdicts.add_op(key, call.width, known)
+                self.verdicts.save()
+            self._attention[call, stretch] = known
+        return self._attention[call, stretch]
 
     def subjects(self, model: Any) -> dict[int, Subject]:
         """Every op as the model calls it: id of its module -> subject."""
@@ -133,7 +136,7 @@ class Certificate:
     def holds_over(self, width: int, stretch: KeyStretch) -> bool:
         """Whether that is so as well with as many keys as the probes do not have, as far as attention is bound."""
         with self._lock:
-            return all(self._ops.attends_equally(call, stretch) for call in self._calls(width))
+            return all(self._ops.attention_route(call, stretch) == STOCK for call in self._calls(width))
 
     def attention(self, width: int) -> list[AttentionCall]:
         """How the model attends with a block of `width` tokens, as far as its attention is bound."""
@@ -152,7 +155,7 @@ class Certificate:
         model = self._alive()
         plan = self._ops.plan(model, width)
         if drive is Drive.QUERIES:
-            plan = replace(plan, by_position=bindings.attach(model).kinds)
+            plan = replace(plan, by_position=bindings.attach(model).kinds, attention=self._ops.attention_route)
         routes.attach(model, plan)
         return Route(drive, plan or None)
 
@@ -385,13 +388,10 @@ class Report:
         calls = {width: self._certificate.attention(width) for width in self._widths}
         for stretch in self._stretches():
             for place, first in enumerate(calls[self._widths[0]]):
-                over = [(width, calls[width][place : place + 1]) for width in self._widths]
+                over = [calls[width][place : place + 1] for width in self._widths]
                 cells = [f"attention: {first.label}", f"{stretch.edge} keys and more", "-"]
-                cells += [" ".join(self._attends(call, stretch) for call in found) for _, found in over]
+                cells += [" ".join(self._ops.attention_route(call, stretch) for call in found) for found in over]
                 print(f"| {' | '.join(cells)} |", flush=True)
-
-    def _attends(self, call: AttentionCall, stretch: KeyStretch) -> str:
-        return STOCK if self._ops.attends_equally(call, stretch) else BY_POSITION
 
     def _stretches(self) -> Iterator[KeyStretch]:
         stretch = KeyStretch.first()

@@ -10,7 +10,8 @@ import pytest
 from mlx_spec import certify
 from mlx_spec.certify import Certificate, main
 from mlx_spec.environment import CERTIFICATES
-from mlx_spec.ops.attention import AttentionCall
+from mlx_spec.ops.attention import BY_POSITION, AttentionCall
+from mlx_spec.ops.base import STOCK
 from tests.checkpoints import write_target
 
 
@@ -61,7 +62,11 @@ def test_a_second_run_answers_from_the_file(
 def test_attention_that_differs_over_many_keys_is_printed_as_such(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AttentionCall, "equal_over", lambda self, stretch: stretch.edge < 2048 or self.width == 2)
+    monkeypatch.setattr(
+        AttentionCall,
+        "route_over",
+        lambda self, stretch: STOCK if stretch.edge < 2048 or self.width == 2 else BY_POSITION,
+    )
     assert main(["--model", folder, "--widths", "2", "3"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| attention: ")]
     assert [row.split(" | ")[3:] for row in rows] == [["stock", "stock |"]] * 2 + [["stock", "by position |"]] * 2

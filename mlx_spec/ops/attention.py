@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.ops.base import Draw
+from mlx_spec.ops.base import OWN_KERNEL, STOCK, Draw
+from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data, same_bits
+from mlx_spec.ops.kernel import kernels_run_here
 
 BY_POSITION = "by position"
 
@@ -38,6 +40,8 @@ class QueryBlock:
         keys, values: T rows, the last W of them the block's own.
         mask: the block's.
         mask_alone: position in the block -> the mask for its query alone, over the keys up to it.
+        scale: of the scores.
+        sinks: [H], or None.
     """
 
     attend: Attend
@@ -46,6 +50,8 @@ class QueryBlock:
     values: Side
     mask: Any
     mask_alone: Callable[[int], Any]
+    scale: float
+    sinks: mx.array | None = None
 
     def together(self) -> mx.array:
         """The stock call for all queries, [B, H, W, Dv]."""
@@ -55,10 +61,29 @@ class QueryBlock:
         """The reference: one query at a time, [B, H, W, Dv]. Keys and values are cut as views; nothing is copied."""
         return mx.concatenate([self._alone(position) for position in range(self.queries.shape[2])], axis=2)
 
+    def own_kernel(self) -> BlockAttention | None:
+        """The block as the own kernel takes it; None where it does not run or does not know what is asked."""
+        keys, values = self.keys, self.values
+        if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+            return None
+        if isinstance(self.mask, mx.array) or not kernels_run_here():
+            return None
+        width, count = self.queries.shape[2], rows_of(keys)
+        seen = tuple((0, count - width + 1 + position) for position in range(width))
+        block = BlockAttention(self.queries, keys, values, self.scale, self.sinks, seen)
+        return None if block.blocks() is None else block
+
     def _alone(self, position: int) -> mx.array:
         rows = rows_of(self.keys) - self.queries.shape[2] + position + 1
         query = self.queries[:, :, position : position + 1]
         return self.attend(query, _first(self.keys, rows), _first(self.values, rows), self.mask_alone(position))
+
+
+def _by_own_kernel(block: QueryBlock) -> mx.array:
+    own = block.own_kernel()
+    if own is None:
+        raise ValueError("no kernel takes this attention")
+    return own.run()
 
 
 def rows_of(side: Side) -> int:
@@ -98,8 +123,15 @@ class KeyStretch(NamedTuple):
         """The shortest of them."""
         return cls(_FIRST_EDGE, False)
 
+    @classmethod
+    def short(cls) -> KeyStretch:
+        """Everything before the first of them."""
+        return cls(0, False)
+
     def lengths(self, width: int) -> Sequence[int]:
         """Numbers of keys to try."""
+        if not self.edge:
+            return width, width + 31, _FIRST_EDGE - 1
         if self.crossed:
             return range(self.edge, self.edge + width)
         return self.edge + width, self.edge * 3 // 2 + 1, self.edge * 2 - 1
@@ -126,6 +158,8 @@ class AttentionCall:
         mask: of the block: None, "causal", or the dtype of an array.
         masked_alone: a query alone gets an array.
         sinks: whether there are any.
+        scale: of the scores.
+        sink_values: [H], or None.
     """
 
     attend: Attend = field(compare=False, repr=False)
@@ -137,6 +171,8 @@ class AttentionCall:
     mask: str | mx.Dtype | None
     masked_alone: bool
     sinks: bool
+    scale: float = field(compare=False, repr=False)
+    sink_values: mx.array | None = field(default=None, compare=False, repr=False)
 
     @property
     def width(self) -> int:
@@ -148,19 +184,29 @@ class AttentionCall:
         heads, packing = self.queries[1], "" if self.packing is None else f", keys of {self.packing[1]} bits"
         return f"{heads} heads of {self.queries[3]} over {self.key_heads}, mask {self.mask}{packing}"
 
-    def equal_over(self, stretch: KeyStretch) -> bool:
-        """Whether stock attention over random keys gives every query the bits it gets alone.
+    def route_over(self, stretch: KeyStretch) -> str:
+        """The cheapest way that gives every query over random keys the bits it gets alone.
+
+        Returns:
+            STOCK, OWN_KERNEL or BY_POSITION.
 
         Cost:
             Keys and values of one layer, and attention over them, a few times. Everything is evaluated.
         """
+        ways: dict[str, Callable[[QueryBlock], mx.array]] = {
+            STOCK: QueryBlock.together,
+            OWN_KERNEL: _by_own_kernel,
+        }
+        return next((name for name, way in ways.items() if self._equal_over(stretch, way)), BY_POSITION)
+
+    def _equal_over(self, stretch: KeyStretch, way: Callable[[QueryBlock], mx.array]) -> bool:
         blocks = (
             self.block(keys, draw)
             for keys in stretch.lengths(self.width)
             for draw in islice(kinds_of_data(), _KINDS_OF_DATA)
         )
         try:
-            return all(same_bits(block.together(), block.by_position()) for block in blocks)
+            return all(same_bits(way(block), block.by_position()) for block in blocks)
         except (ValueError, TypeError, RuntimeError):
             # What cannot be tried is not known to be equal.
             return False
@@ -175,9 +221,8 @@ class AttentionCall:
             return mask[row, : keys - self.width + position + 1] if self.masked_alone else None
 
         given = mask if isinstance(self.mask, mx.Dtype) else self.mask
-        return QueryBlock(
-            self.attend, queries, self._side(keys, size, draw), self._side(keys, self.values, draw), given, alone
-        )
+        sides = self._side(keys, size, draw), self._side(keys, self.values, draw)
+        return QueryBlock(self.attend, queries, *sides, given, alone, self.scale, self.sink_values)
 
     def _side(self, keys: int, size: int, draw: Draw) -> Side:
         rows = -(-keys // _CACHE_STEP) * _CACHE_STEP

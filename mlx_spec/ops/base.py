@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 STOCK = "stock"
+OWN_KERNEL = "own kernel"
 ROWS = "row by row"
 
 Call = Callable[..., Any]

@@ -28,7 +28,8 @@ class Kernel:
         name: of the kernel.
         file: whose text holds the function.
         inputs, outputs: names the body uses.
-        body: one statement that calls the function. MLX declares the built-ins and shapes that it names.
+        body: one statement that calls the function. MLX declares the built-ins, shapes and strides that it names.
+        contiguous: whether inputs are copied where they are not row-contiguous; else the body asks for strides.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kernel:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    contiguous: bool = True
 
     def __call__(
         self, inputs: Sequence[mx.array], outputs: Sequence[tuple[Sequence[int], mx.Dtype]], **call: Any
@@ -43,7 +45,7 @@ class Kernel:
         """Run it lazily.
 
         Args:
-            inputs: in the order of `inputs`; copied where they are not row-contiguous.
+            inputs: in the order of `inputs`.
             outputs: shape and dtype of each output.
             call: grid, threadgroup and template values, as MLX takes them.
 
@@ -62,6 +64,7 @@ def _made(maker: Callable[..., Any], kernel: Kernel) -> Any:
         output_names=list(kernel.outputs),
         header=metal_text(kernel.file),
         source=kernel.body,
+        ensure_row_contiguous=kernel.contiguous,
     )
 
 
@@ -86,10 +89,15 @@ def metal_text(file: str) -> str:
     return (metal_folder() / f"{file}.metal").read_text()
 
 
+def gpu_class() -> str:
+    """The last letter of Metal's architecture name: p for phones, g base and Pro, s Max, d Ultra; "g" for any other."""
+    letter = str(mx.device_info().get("architecture", ""))[-1:]
+    return letter if letter in _GPU_CORES else "g"
+
+
 def gpu_cores() -> int:
     """About how many cores the GPU has, from its class. Launch shapes depend on it; results do not."""
-    architecture = str(mx.device_info().get("architecture", ""))
-    return _GPU_CORES.get(architecture[-1:], _GPU_CORES["g"])
+    return _GPU_CORES[gpu_class()]
 
 
 def padded(array: mx.array) -> mx.array:

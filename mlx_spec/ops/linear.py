@@ -7,10 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.ops.base import Op, Rows
+from mlx_spec.ops.base import OWN_KERNEL, Op, Rows
 from mlx_spec.ops.kernel import LEAST_ELEMENTS, SIMD_LANES, Kernel, gpu_cores, kernels_run_here
 
-OWN_KERNEL = "own kernel"
 BATCH_AXIS = "batch axis"
 BATCH_AXIS_BIAS_APART = "batch axis, bias apart"
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.ops.base import Op, Rows
+from mlx_spec.ops.base import OWN_KERNEL, Op, Rows
 from mlx_spec.ops.kernel import LEAST_ELEMENTS, SIMD_LANES, Kernel, gpu_cores, kernels_run_here
-from mlx_spec.ops.linear import BATCH_AXIS, OWN_KERNEL, DenseLinear, as_given
+from mlx_spec.ops.linear import BATCH_AXIS, DenseLinear, as_given
 
 
 class Packing(NamedTuple):

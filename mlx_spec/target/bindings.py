@@ -23,9 +23,10 @@ from mlx_lm.models import base, ssm
 
 from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import is_leaf, journals_of
-from mlx_spec.ops.attention import Attend, AttentionCall, QueryBlock, Side, rows_of
+from mlx_spec.ops.attention import Attend, AttentionCall, KeyStretch, QueryBlock, Side, rows_of
+from mlx_spec.ops.base import OWN_KERNEL
 from mlx_spec.ops.recurrence import StateUpdates
-from mlx_spec.target.routes import plan_in_force
+from mlx_spec.target.routes import Plan, plan_in_force
 
 NAME = "scaled_dot_product_attention"
 STATE_UPDATE = "ssm_update"
@@ -130,16 +131,26 @@ def _attention(
     queries: mx.array, keys: Side, values: Side, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
     plan, noted = plan_in_force(), _noted.get()
-    by_position = plan is not None and bool(plan.by_position) and _counts(queries, plan.width)
-    if by_position or (noted is not None and _counts(queries, noted.width)):
+    apart = plan if plan is not None and plan.by_position and _counts(queries, plan.width) else None
+    if apart is not None or (noted is not None and _counts(queries, noted.width)):
         masks = MasksAlone(mask, cache, queries.shape[2], rows_of(keys))
-        block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.at)
+        block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.at, scale, sinks)
         if noted is not None and masks.known:
-            noted.add(block, cache, scale, sinks)
-        if by_position and masks.known:
-            return block.by_position()
+            noted.add(block, cache)
+        if apart is not None and masks.known:
+            return _apart(block, cache, apart)
     out: mx.array = _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return out
+
+
+def _apart(block: QueryBlock, cache: Any, plan: Plan) -> mx.array:
+    """Every query as if it came alone: by the own kernel where that is known to be equal."""
+    own = block.own_kernel()
+    if own is not None and plan.attention is not None:
+        stretch = KeyStretch.at(rows_of(block.keys), plan.width) or KeyStretch.short()
+        if plan.attention(call_of(block, cache), stretch) == OWN_KERNEL:
+            return own.run()
+    return block.by_position()
 
 
 @wraps(_stock_update)
@@ -189,25 +200,32 @@ class Noted:
     def calls(self) -> list[AttentionCall]:
         return list(self._calls.values())
 
-    def add(self, block: QueryBlock, cache: Any, scale: float, sinks: mx.array | None) -> None:
+    def add(self, block: QueryBlock, cache: Any) -> None:
         """Note a call. Neither the cache nor any of its rows is held."""
-        if sinks is not None:
+        if block.sinks is not None:
             # Another thread may be the one that tries the call.
-            mx.eval(sinks)
-        packing, keys, values = _unpacked(block, cache)
-        stand_in = None if packing is None else SimpleNamespace(group_size=packing[0], bits=packing[1])
-        call = AttentionCall(
-            attend=_attend(stand_in, scale, sinks),
-            queries=tuple(block.queries.shape),
-            key_heads=keys.shape[1],
-            values=values,
-            dtypes=(block.queries.dtype, keys.dtype),
-            packing=packing,
-            mask=block.mask.dtype if isinstance(block.mask, mx.array) else block.mask,
-            masked_alone=block.mask_alone(0) is not None,
-            sinks=sinks is not None,
-        )
+            mx.eval(block.sinks)
+        call = call_of(block, cache)
         self._calls[repr(call)] = call
+
+
+def call_of(block: QueryBlock, cache: Any) -> AttentionCall:
+    """How a block attends, without its arrays."""
+    packing, keys, values = _unpacked(block, cache)
+    stand_in = None if packing is None else SimpleNamespace(group_size=packing[0], bits=packing[1])
+    return AttentionCall(
+        attend=_attend(stand_in, block.scale, block.sinks),
+        queries=tuple(block.queries.shape),
+        key_heads=keys.shape[1],
+        values=values,
+        dtypes=(block.queries.dtype, keys.dtype),
+        packing=packing,
+        mask=block.mask.dtype if isinstance(block.mask, mx.array) else block.mask,
+        masked_alone=block.mask_alone(0) is not None,
+        sinks=block.sinks is not None,
+        scale=block.scale,
+        sink_values=block.sinks,
+    )
 
 
 def _unpacked(block: QueryBlock, cache: Any) -> tuple[tuple[int, int] | None, mx.array, int]:

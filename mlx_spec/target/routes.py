@@ -6,7 +6,7 @@ Where an op does not take the stock route its module's class is swapped; outside
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.cache.base import Drive
+from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.packed import HEADS
@@ -41,11 +42,14 @@ class Plan:
         routed: id of a module -> its route, for those that do not take the stock one.
         by_position: what is computed for one position at a time though mixers take the block whole: attention over
             the keys that stand up to the query, state updates from the state before the position.
+        attention: tells by which way a call of attention that goes by position may be computed all the same, for
+            numbers of keys; None when it was not found out.
     """
 
     width: int
     routed: Mapping[int, Routed] = field(default_factory=dict)
     by_position: tuple[str, ...] = ()
+    attention: Callable[[AttentionCall, KeyStretch], str] | None = field(default=None, compare=False, repr=False)
 
     def __bool__(self) -> bool:
         """Whether anything is done otherwise than stock does it."""

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,8 @@ import numpy as np
 from tests.msl.kernel import Counters, Kernel, Run
 
 _make_real = mx.fast.metal_kernel
+_IN_ORDER = Run()
+_run: ContextVar[Run] = ContextVar("run of simulated kernels", default=_IN_ORDER)
 _UTILS = '#include "mlx/backend/metal/kernels/utils.h"\n'
 
 
@@ -67,7 +69,6 @@ class SimulatedKernel:
     """Stands in for `mx.fast.metal_kernel`, evaluated at once; call it outside `mx.compile`.
 
     Attributes:
-        run: how calls run; set it to run the same kernel in other orders.
         texts: every text MLX generated for it, in order; more than one means Metal would have compiled again.
         counters: of the last call.
     """
@@ -83,8 +84,8 @@ class SimulatedKernel:
         self.name = name
         self.source = source
         self.input_names = list(input_names)
-        self.run = Run()
         self.counters = Counters()
+        self._contiguous = bool(settings.get("ensure_row_contiguous", True))
         self._built: dict[str, Kernel] = {}
         self._generated: dict[Any, str] = {}
         self._kernel = _make_real(
@@ -113,7 +114,7 @@ class SimulatedKernel:
         outputs = [
             _output(tuple(shape), dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
-        kernel(dict(enumerate([*arrays, *outputs])), call["grid"], call["threadgroup"], self.run)
+        kernel(dict(enumerate([*arrays, *outputs])), call["grid"], call["threadgroup"], _run.get())
         self.counters = kernel.counters
         return [to_mlx(array, dtype) for array, dtype in zip(outputs, output_dtypes, strict=True)]
 
@@ -132,17 +133,22 @@ class SimulatedKernel:
         return self._built[text]
 
     def _bound(self, name: str, value: mx.array) -> Iterator[np.ndarray]:
-        """An input as MLX binds it: row-contiguous, with its shape, strides and rank where the source names them."""
-        array = np.ascontiguousarray(to_numpy(value)).reshape(value.shape)
+        """An input as MLX binds it: with its shape, strides and rank where the source names them."""
+        array = np.ascontiguousarray(to_numpy(value)).reshape(value.shape) if self._contiguous else _as_it_lies(value)
         array.flags.writeable = False
         yield array
         if not value.ndim:
             return
-        strides = [int(np.prod(value.shape[axis + 1 :], dtype=np.int64)) for axis in range(value.ndim)]
+        strides = [stride // array.itemsize for stride in array.strides]
         facts = {"shape": (value.shape, np.int32), "strides": (strides, np.int64), "ndim": (value.ndim, np.int32)}
         for fact, (numbers, dtype) in facts.items():
             if f"{name}_{fact}" in self.source:
                 yield np.array(numbers, dtype)
+
+
+def _as_it_lies(value: mx.array) -> np.ndarray:
+    """A view of an array's own memory, with its strides; bfloat16 as its bits."""
+    return np.asarray(memoryview(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value))
 
 
 def _output(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> np.ndarray:
@@ -155,15 +161,21 @@ def _output(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Kernels made inside run here, and Metal seems to be available."""
-    saved = mx.fast.metal_kernel, mx.metal.is_available
+    """Kernels made inside run here, on what seems to be a GPU."""
+    saved = mx.fast.metal_kernel, mx.metal.is_available, mx.default_device
     mx.fast.metal_kernel, mx.metal.is_available = SimulatedKernel, lambda: True
+    mx.default_device = lambda: mx.Device(mx.gpu, 0)
     try:
         yield
     finally:
-        mx.fast.metal_kernel, mx.metal.is_available = saved
+        mx.fast.metal_kernel, mx.metal.is_available, mx.default_device = saved
 
 
-def in_order(kernel: SimulatedKernel, **changes: Any) -> None:
-    """Change how calls of a kernel run from now on."""
-    kernel.run = replace(kernel.run, **changes)
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Simulated kernels called inside run in these orders."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)

@@ -6,14 +6,16 @@ Only the rules of dispatch are restated here.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from tests.msl.kernel import Kernel, Run
-from tests.msl.simulator import to_mlx, to_numpy
+from tests.msl.simulator import running, simulated, to_mlx, to_numpy
 
 _KERNELS = "mlx/backend/metal/kernels"
 _TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
@@ -106,3 +108,92 @@ def qmv(packing: Any, packed: Sequence[mx.array], rows: mx.array, run: Run | Non
     given += [_int32(0), np.zeros(4, np.int32), *[np.zeros(4, np.int64)] * 3]
     kernel(dict(enumerate(given)), grid, threads, run)
     return to_mlx(out, rows.dtype)
+
+
+@dataclass(frozen=True)
+class OneQuery:
+    """Attention of one query over all keys.
+
+    Attributes:
+        queries: [B, H, 1, D].
+        keys, values: [B, Hk, N, D].
+        mask: [N] bool, or None.
+        sinks: [H], or None.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    scale: float
+    mask: mx.array | None = None
+    sinks: mx.array | None = None
+
+    def run(self, blocks: int, run: Run | None = None) -> mx.array:
+        """[B, H, 1, D] by MLX's kernel: in one pass where `blocks` is 0, else in two."""
+        out = _unwritten(self.queries.shape, to_numpy(self.queries))
+        if blocks:
+            self._two_passes(blocks, out, run)
+        else:
+            (batch, heads, _, _), key_heads = self.queries.shape, self.keys.shape[1]
+            arrays = [*self._sides(), out, _int32(heads // key_heads), *self._sizes(), _int32(heads)]
+            self._kernel("sdpa_vector", 2, blocks)(_present(arrays), (batch * heads * 1024, 1, 1), (1024, 1, 1), run)
+        return to_mlx(out, self.queries.dtype)
+
+    def _two_passes(self, blocks: int, out: np.ndarray, run: Run | None) -> None:
+        (batch, heads, _, size), key_heads = self.queries.shape, self.keys.shape[1]
+        shared = heads // key_heads
+        partial = _unwritten((batch, heads, 1, blocks, size), out)
+        sums, highest = np.full((2, batch, heads, 1, blocks), np.nan, np.float32)
+        arrays = [*self._sides(), partial, sums, highest, None, *self._sizes()]
+        first = self._kernel("sdpa_vector_2pass_1", 2, blocks)
+        first(_present(arrays), (key_heads * 32, batch * shared, blocks), (32, shared, 1), run)
+        second = self._kernel("sdpa_vector_2pass_2", 1, blocks)
+        merged = _present([partial, sums, highest, out, _int32(blocks)])
+        second(merged, (batch * heads * 1024, 1, 1), (1024, 1, 1), run)
+
+    def _kernel(self, name: str, sizes: int, blocks: int) -> Kernel:
+        constants = {20: self.mask is not None, 23: self.mask is not None, 25: self.sinks is not None, 26: blocks}
+        values = ", ".join([str(self.queries.shape[3])] * sizes)
+        return _built(("sdpa_vector.h",), f"{name}<{_TYPES[self.queries.dtype]}, {values}>", tuple(constants.items()))
+
+    def _sides(self) -> list[np.ndarray]:
+        return [to_numpy(mx.contiguous(array)) for array in (self.queries, self.keys, self.values)]
+
+    def _sizes(self) -> list[np.ndarray | None]:
+        """Keys, strides of heads and rows, scale, masks with their strides, and sinks."""
+        count, size = self.keys.shape[2:]
+        strides = [np.array(stride, np.uint64) for stride in (count * size, size, count * size, size)]
+        masks = [None if self.mask is None else to_numpy(self.mask), None, _int32(1), _int32(count), _int32(0)]
+        sinks = None if self.sinks is None else to_numpy(self.sinks)
+        return [_int32(count), *strides, np.array(self.scale, np.float32), *masks, sinks]
+
+
+def gated_delta_steps(block: Any, run: Run | None = None) -> list[list[mx.array]]:
+    """[outputs so far, state] after each token of a block, by mlx-lm's kernel, one token to a call."""
+    module = _simulated_gated_delta()
+    state, outputs, steps = block.state, [], []
+    for t in range(block.k.shape[1]):
+        at = slice(t, t + 1)
+        mask = None if block.mask is None else block.mask[:, at]
+        with running(run or Run()):
+            given = (array[:, at] for array in (block.q, block.k, block.v, block.g, block.beta))
+            y, state = module.gated_delta_kernel(*given, state, mask)
+        outputs.append(y)
+        steps.append([mx.concatenate(outputs, axis=1), state])
+    return steps
+
+
+@functools.cache
+def _simulated_gated_delta() -> Any:
+    """mlx-lm's module, loaded a second time where its kernels run."""
+    spec = importlib.util.find_spec("mlx_lm.models.gated_delta")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with simulated():
+        spec.loader.exec_module(module)
+    return module
+
+
+def _present(arrays: Sequence[np.ndarray | None]) -> dict[int, np.ndarray]:
+    return {index: array for index, array in enumerate(arrays) if array is not None}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.msl.address_spaces import complaints
 from tests.msl.kernel import BACKWARD, FORWARD, HALVES_FIRST, LANE_BY_LANE, SHUFFLED, Kernel, KernelError, Run
-from tests.msl.simulator import SimulatedKernel, in_order
+from tests.msl.simulator import SimulatedKernel, running
 from tests.msl.translate import translate
 
 THREADS = 96
@@ -291,16 +291,19 @@ def test_a_device_pointer_to_a_small_input_is_caught() -> None:
     assert "__constant" in found[1]
 
 
-def test_orders_are_set_for_later_calls() -> None:
-    kernel = SimulatedKernel(
-        "sum", ["a"], ["o"], "o[thread_position_in_grid.x] = simd_sum(a[thread_position_in_grid.x]);"
-    )
+def test_orders_are_set_for_the_calls_inside() -> None:
+    body = "o[thread_position_in_grid.x] = simd_sum(a[thread_position_in_grid.x]);"
+    kernel = SimulatedKernel("sum", ["a"], ["o"], body)
     array = mx.random.normal((32,))
     outs = []
     for order in (0, LANE_BY_LANE):
-        in_order(kernel, sum_order=order)
-        outs += kernel(
-            inputs=[array], output_shapes=[(32,)], output_dtypes=[mx.float32], grid=(32, 1, 1), threadgroup=(32, 1, 1)
-        )
+        with running(Run(sum_order=order)):
+            outs += kernel(
+                inputs=[array],
+                output_shapes=[(32,)],
+                output_dtypes=[mx.float32],
+                grid=(32, 1, 1),
+                threadgroup=(32, 1, 1),
+            )
     assert not mx.array_equal(*outs)
     assert mx.allclose(*outs, rtol=1e-5)

@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_spec.ops.attention import AttentionCall, KeyStretch, QueryBlock
+from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch, QueryBlock
+from mlx_spec.ops.base import STOCK
 from mlx_spec.ops.choose import kinds_of_data
 from tests.bits import assert_same_bits
 from tests.double import PATTERNS, double
@@ -31,6 +32,7 @@ def call(width: int, mask: str | mx.Dtype | None = "causal", alone: bool = False
         mask=mask,
         masked_alone=alone,
         sinks=False,
+        scale=SCALE,
     )
 
 
@@ -38,7 +40,7 @@ def drawn(keys: int, width: int, mask: Any = "causal", alone: Any = None) -> Que
     draw = next(kinds_of_data())
     block: QueryBlock = call(width).block(keys, draw)
     return QueryBlock(
-        attend, block.queries, block.keys, block.values, mask, (lambda _: None) if alone is None else alone
+        attend, block.queries, block.keys, block.values, mask, (lambda _: None) if alone is None else alone, SCALE
     )
 
 
@@ -88,23 +90,23 @@ def test_every_length_belongs_to_one_stretch_and_blocks_across_an_edge_are_tried
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_stock_attention_is_equal_here(dtype: mx.Dtype) -> None:
     for mask, alone in (("causal", False), (mx.bool_, False), (mx.bool_, True), (dtype, True)):
-        assert call(3, mask, alone, dtype).equal_over(KeyStretch(512, True))
-        assert call(3, mask, alone, dtype).equal_over(KeyStretch(512, False))
+        assert call(3, mask, alone, dtype).route_over(KeyStretch(512, True)) == STOCK
+        assert call(3, mask, alone, dtype).route_over(KeyStretch(512, False)) == STOCK
 
 
 def test_a_block_without_a_mask_sees_what_single_tokens_do_not() -> None:
-    assert not call(3, mask=None).equal_over(KeyStretch(512, False))
+    assert call(3, mask=None).route_over(KeyStretch(512, False)) == BY_POSITION
 
 
 def test_an_edge_counts_where_the_kernel_changes_at_it() -> None:
     with double(PATTERNS["max"]):
         # Two blocks of keys' worth: 64 blocks for one query of two heads a key head, 128 for three queries.
-        assert call(3).equal_over(KeyStretch(512, False))
-        assert not call(3).equal_over(KeyStretch(1024, False))
-        assert call(2).equal_over(KeyStretch(1024, False))
+        assert call(3).route_over(KeyStretch(512, False)) == STOCK
+        assert call(3).route_over(KeyStretch(1024, False)) == BY_POSITION
+        assert call(2).route_over(KeyStretch(1024, False)) == STOCK
     with double(PATTERNS["gen13"]):
-        assert call(3).equal_over(KeyStretch(1024, True))
-        assert not call(3).equal_over(KeyStretch(4096, True))
+        assert call(3).route_over(KeyStretch(1024, True)) == STOCK
+        assert call(3).route_over(KeyStretch(4096, True)) == BY_POSITION
 
 
 def test_what_cannot_be_tried_is_not_equal() -> None:
@@ -118,8 +120,9 @@ def test_what_cannot_be_tried_is_not_equal() -> None:
         mask="causal",
         masked_alone=False,
         sinks=False,
+        scale=SCALE,
     )
-    assert not broken.equal_over(KeyStretch(512, False))
+    assert broken.route_over(KeyStretch(512, False)) == BY_POSITION
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -141,8 +144,9 @@ def test_quantized_keys_are_tried_as_packed(bits: int) -> None:
         mask="causal",
         masked_alone=False,
         sinks=False,
+        scale=SCALE,
     )
-    assert tried.equal_over(KeyStretch(512, False))
+    assert tried.route_over(KeyStretch(512, False)) == STOCK
     keys, values = seen[0]
     assert [part.shape for part in keys] == [(1, 3, 515, 2 * bits), (1, 3, 515, 2), (1, 3, 515, 2)]
     assert values[0].shape == (1, 3, 515, 3 * bits)

@@ -131,6 +131,9 @@ _INERT = frozenset([
 ])
 # fmt: on
 
+MOST_PROPOSALS = 4096
+"""Tokens per round above which a file is taken for damaged."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -234,8 +237,8 @@ def read_proposals(settings: Settings) -> int | None:
 def _count(value: object, name: str, path: Path) -> int | None:
     if value is None:
         return None
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{path}: {name} is {value!r}, expected a number of tokens")
+    if type(value) is not int or not 1 <= value <= MOST_PROPOSALS:
+        raise CheckpointError(f"{path}: {name} is {value!r}, expected a number of tokens up to {MOST_PROPOSALS}")
     return value
 
 

@@ -1,0 +1,341 @@
+"""Our kernels against MLX's own text for one row, in the simulator, over shapes, dtypes, data and orders.
+
+A trial is a generator of cases; `run` counts what they compare. Sizes step past every edge where a kernel takes
+another way, every axis has another size, and orders take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_spec.ops.argmax import GreedyBlock
+from mlx_spec.ops.block_attention import BlockAttention
+from mlx_spec.ops.choose import kinds_of_data
+from mlx_spec.ops.gated_delta import DeltaBlock
+from mlx_spec.ops.linear import row_exact_gemv
+from mlx_spec.ops.packed import Packing, row_exact_qmv
+from tests.msl import stock
+from tests.msl.kernel import BACKWARD, FORWARD, HALVES_FIRST, NEIGHBOURS_FIRST, SHUFFLED, Run
+from tests.msl.simulator import running, simulated
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+RUNS = (
+    Run(NEIGHBOURS_FIRST, FORWARD),
+    Run(HALVES_FIRST, BACKWARD, at_end=False),
+    Run(NEIGHBOURS_FIRST, SHUFFLED, at_end=False),
+    Run(HALVES_FIRST, FORWARD),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        family: what it counts for, such as a dtype or a packing.
+        ours: computes by our kernel.
+        wanted: computes the reference in the same orders.
+    """
+
+    family: str
+    ours: Callable[[], list[mx.array]]
+    wanted: Callable[[Run], list[mx.array]]
+
+
+@dataclass
+class Tally:
+    """What was compared, for each family."""
+
+    cases: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+    differing: int = 0
+    orders: set[tuple[int, int]] = field(default_factory=set)
+
+    def add(self, family: str, outputs: int, differing: int, run: Run) -> None:
+        self.cases[family] = self.cases.get(family, 0) + 1
+        self.outputs[family] = self.outputs.get(family, 0) + outputs
+        self.differing += differing
+        self.orders.add((run.sum_order, run.lane_order))
+
+    def line(self, name: str) -> str:
+        """One line of a report."""
+        cases, outputs, fewest = sum(self.cases.values()), sum(self.outputs.values()), min(self.outputs.values())
+        sums, lanes = ({order[place] for order in self.orders} for place in (0, 1))
+        return (
+            f"{name}: {cases} cases of {len(self.cases)} families, {outputs} outputs (fewest of a family {fewest}),"
+            f" {self.differing} differ, {len(sums)} sum orders, {len(lanes)} lane orders"
+        )
+
+
+def run(cases: Iterator[Case]) -> Tally:
+    """Compute every case both ways, and count."""
+    tally = Tally()
+    for _ in _compared(cases, tally):
+        pass
+    return tally
+
+
+def each(cases: Iterator[Case]) -> Iterator[Tally]:
+    """The count so far, after each case."""
+    return _compared(cases, Tally())
+
+
+def _compared(cases: Iterator[Case], tally: Tally) -> Iterator[Tally]:
+    """Orders take turns."""
+    for case, settings in zip(cases, itertools.cycle(RUNS), strict=False):
+        with simulated(), running(settings):
+            ours = case.ours()
+            mx.eval(ours)
+        wanted = case.wanted(settings)
+        for mine, theirs in zip(ours, wanted, strict=True):
+            tally.add(case.family, mine.size, differing(mine, theirs), settings)
+        yield tally
+
+
+def differing(a: mx.array, b: mx.array) -> int:
+    """Elements whose bits differ. What a NaN carries beside being one is the hardware's affair."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return a.size
+    bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
+    unequal = mx.contiguous(a).view(bits) != mx.contiguous(b).view(bits)
+    return int((unequal & ~(mx.isnan(a) & mx.isnan(b))).sum())
+
+
+def hostile(shape: tuple[int, ...], dtype: mx.Dtype, seed: int) -> mx.array:
+    """Denormals, infinities, NaN, both zeros, and magnitudes to the ends of the dtype."""
+    random = np.random.default_rng(seed)
+    reach = 4 if dtype == mx.float16 else 18
+    values = random.standard_normal(shape) * 10.0 ** random.integers(-reach - 2, reach, shape)
+    values[random.random(shape) < 0.15] = -0.0
+    values[random.random(shape) < 0.15] = 0.0
+    values[random.random(shape) < 0.05] = 1e-40 if dtype != mx.float16 else 6e-8
+    flat = values.reshape(-1)
+    flat[random.integers(0, flat.size, 2)] = np.inf, np.nan
+    return mx.array(values).astype(dtype)
+
+
+def draws(dtype: mx.Dtype) -> Iterator[Callable[[tuple[int, ...]], mx.array]]:
+    """Kinds of data, over and over, each time with other numbers."""
+    for seed in itertools.count():
+        for draw in kinds_of_data(seed):
+            yield lambda shape, draw=draw: draw(shape, dtype)
+        yield lambda shape, seed=seed: hostile(shape, dtype, seed)
+
+
+def gemv(full: bool) -> Iterator[Case]:
+    """Every way MLX shares columns out, with tails, and every number of rows at which ours changes."""
+    shapes = [(4099, 36), (101, 300), (9, 160), (40, 60), (8, 1027), (300, 129), (67, 64), (31, 65)]
+    counts = [2, 5, 16, 1, 9, 17, 3, 8]
+    rounds = 6 if full else 1
+    for dtype in FLOATS:
+        data = draws(dtype)
+        for (outputs, inputs), count in itertools.islice(zip(itertools.cycle(shapes), _turning(counts)), 8 * rounds):
+            rows = 33 if full and outputs == 4099 else count
+            draw = next(data)
+            weight, given = draw((outputs, inputs)), draw((rows, inputs))
+            bias = draw((outputs,)) if rows % 2 else None
+            yield Case(str(dtype), *_both(row_exact_gemv, stock.gemv, weight, given, bias, run=stock.LOOSE))
+
+
+def _turning(values: list[int]) -> Iterator[int]:
+    """Values over and over, one further each time around."""
+    for start in itertools.count():
+        yield from values[start % len(values) :] + values[: start % len(values)]
+
+
+def _both(
+    ours: Callable[..., mx.array], wanted: Callable[..., mx.array], *args: object, run: Run | None = None
+) -> tuple:
+    strict = run is None or run.strict
+
+    def reference(settings: Run) -> list[mx.array]:
+        return [wanted(*args, run=Run(sum_order=settings.sum_order, strict=strict))]
+
+    return lambda: [ours(*args)], reference
+
+
+PACKINGS = [
+    *(Packing("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)),
+    *(Packing("mxfp4", 4, 32), Packing("mxfp8", 8, 32), Packing("nvfp4", 4, 16)),
+]
+
+
+def qmv(full: bool) -> Iterator[Case]:
+    """Every packing, in whole blocks of columns, with a tail, and over four lanes; rows of weight past the end."""
+    packings = PACKINGS if full else [PACKINGS[place] for place in (1, 5, 6, 10, 12, 17, 18, 19, 20)]
+    for place, packing in enumerate(packings):
+        for dtype in FLOATS if full else (FLOATS[place % 3],):
+            data = draws(dtype)
+            for inputs, outputs, count in ((1024, 37, 5), (384, 16, 17), (128, 75, 3)):
+                rows = count * 4 if full and packing.mode == "affine" else count * 40 if full else count
+                weight = mx.random.normal((outputs, inputs), key=mx.random.key(place)).astype(dtype) / inputs**0.5
+                packed = mx.quantize(weight, group_size=packing.group_size, bits=packing.bits, mode=packing.mode)
+                yield _packed_case(packing, list(packed), next(data)((rows, inputs)))
+
+
+def _packed_case(packing: Packing, packed: list[mx.array], rows: mx.array) -> Case:
+    weight, scales, *biases = packed
+    given = (packing, weight, scales, biases[0] if biases else None, rows)
+    family = packing.mode if packing.mode != "affine" else f"affine {packing.bits} bits"
+    return Case(
+        family,
+        lambda: [row_exact_qmv(*given)],
+        lambda settings: [stock.qmv(packing, packed, rows, Run(sum_order=settings.sum_order))],
+    )
+
+
+def gated_delta(full: bool) -> Iterator[Case]:
+    """Block against mlx-lm's kernel token by token, and the tape's state against the state after n tokens."""
+    shapes = [(1, 4, 2, 4, 128, 16), (3, 5, 1, 2, 64, 8), (2, 7, 2, 6, 32, 5), (1, 3, 1, 1, 192, 12)]
+    choices = list(itertools.product(FLOATS, (False, True), (False, True)))
+    chosen = choices if full else choices[::5]
+    for seed, (dtype, vector, masked) in enumerate(chosen):
+        for shape in shapes if full else shapes[seed % 2 :: 2]:
+            yield from _delta_cases(_delta_block(shape, dtype, (vector, masked), seed))
+
+
+def _delta_block(shape: tuple[int, ...], dtype: mx.Dtype, kind: tuple[bool, bool], seed: int) -> DeltaBlock:
+    batch, tokens, key_heads, heads, columns, values = shape
+    vector, masked = kind
+    keys = mx.random.split(mx.random.key(seed), 7)
+    k = mx.random.normal((batch, tokens, key_heads, columns), key=keys[0])
+    gates = (batch, tokens, heads, columns) if vector else (batch, tokens, heads)
+    mask = mx.random.uniform(shape=(batch, tokens), key=keys[1]) > 0.3 if masked else None
+    return DeltaBlock(
+        q=(mx.random.normal((batch, tokens, key_heads, columns), key=keys[2]) * columns**-0.5).astype(dtype),
+        k=(k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype),
+        v=mx.random.normal((batch, tokens, heads, values), key=keys[3]).astype(dtype),
+        g=mx.exp(-mx.random.uniform(shape=gates, key=keys[4])),
+        beta=mx.random.uniform(shape=(batch, tokens, heads), key=keys[5]).astype(dtype),
+        state=mx.random.normal((batch, heads, values, columns), key=keys[6]) * 0.1,
+        mask=mask,
+    )
+
+
+def _delta_cases(block: DeltaBlock) -> Iterator[Case]:
+    family = f"{block.q.dtype}{' vector' if block.g.ndim == 4 else ''}{'' if block.mask is None else ' masked'}"
+
+    def whole() -> list[mx.array]:
+        result = block.by_kernel()
+        return [result.y, result.state]
+
+    yield Case(family, whole, lambda settings: stock.gated_delta_steps(block, settings)[-1])
+    tokens = block.k.shape[1]
+    for first in range(tokens + 1):
+        counts = [min(first + 2 * row, tokens) for row in range(block.k.shape[0])]
+
+        def kept(counts: list[int] = counts) -> list[mx.array]:
+            return [block.by_kernel().state_after(mx.array(counts))]
+
+        def wanted(settings: Run, counts: list[int] = counts) -> list[mx.array]:
+            states = [block.state, *(step[1] for step in stock.gated_delta_steps(block, settings))]
+            return [mx.concatenate([states[count][row : row + 1] for row, count in enumerate(counts)])]
+
+        yield Case(f"{family}, from the tape", kept, wanted)
+
+
+def attention(full: bool) -> Iterator[Case]:
+    """One and two passes, around the numbers of keys where MLX changes, shared heads, windows and sinks."""
+    kinds = [  # batch, heads, key heads, head size, keys, queries, sinks, window
+        *((2, 4, 1, 64, 70, 9, True, 20), (1, 2, 2, 128, 33, 16, False, 0), (1, 8, 1, 64, 4110, 3, False, 0)),
+        *((1, 2, 1, 96, 129, 5, True, 0), (1, 2, 1, 256, 70, 6, False, 40), (1, 4, 2, 64, 4099, 2, True, 4000)),
+    ]
+    if full:
+        kinds += [
+            *((1, 8, 1, 128, 1030, 5, False, 0), (1, 16, 2, 64, 8200, 4, True, 0), (3, 4, 4, 96, 1025, 17, False, 500)),
+            *((1, 4, 2, 256, 4200, 3, False, 0), (2, 2, 1, 128, 8195, 2, False, 0), (1, 1, 1, 64, 5000, 8, False, 0)),
+            *((1, 8, 2, 96, 4097, 1, True, 0), (1, 6, 3, 64, 31, 13, True, 7), (1, 3, 1, 128, 4500, 11, False, 300)),
+        ]
+    for place, kind in enumerate(kinds):
+        for dtype in FLOATS if full else (FLOATS[place % 3],):
+            yield _attention_case(kind, dtype, place)
+
+
+def _attention_case(kind: tuple, dtype: mx.Dtype, seed: int) -> Case:
+    batch, heads, key_heads, size, count, width, with_sinks, window = kind
+    keys = mx.random.split(mx.random.key(seed), 4)
+    queries = mx.random.normal((batch, heads, width, size), key=keys[0]).astype(dtype)
+    sides = [mx.random.normal((batch, key_heads, count + 37, size), key=key).astype(dtype) for key in keys[1:3]]
+    # What lies behind the keys in their buffer must not be looked at.
+    sides = [mx.where((mx.arange(count + 37) < count)[:, None], side, mx.nan)[:, :, :count] for side in sides]
+    sinks = mx.random.normal((heads,), key=keys[3]).astype(dtype) if with_sinks else None
+    ends = [count - width + 1 + place for place in range(width)]
+    seen = tuple((max(0, end - window) if window else 0, end) for end in ends)
+    mx.eval(queries, *sides)
+    block = BlockAttention(queries, *sides, size**-0.5, sinks, seen)
+
+    def wanted(settings: Run) -> list[mx.array]:
+        rows = []
+        for place, (first, end) in enumerate(seen):
+            mask = mx.arange(end) >= first if first else None
+            cut = [side[:, :, :end] for side in sides]
+            alone = stock.OneQuery(queries[:, :, place : place + 1], *cut, size**-0.5, mask, sinks)
+            with simulated():
+                blocks = block.blocks()
+            assert blocks is not None
+            rows.append(alone.run(blocks, Run(sum_order=settings.sum_order)))
+        return [mx.concatenate(rows, axis=2)]
+
+    return Case(str(dtype), lambda: [block.run()], wanted)
+
+
+def walk(full: bool) -> Iterator[Case]:
+    """Ties, NaN, nothing but -inf, masks, stop tokens and budgets; against mx.argmax and the walk in mlx ops."""
+    shapes = [(1, 1, 100), (1, 5, 1000), (3, 8, 777), (2, 32, 513), (16, 2, 65)]
+    kinds = ("plain", "ties", "nan", "nothing", "masked")
+    random = np.random.default_rng(0)
+    for dtype, shape, kind, logprobs in itertools.product(FLOATS, shapes, kinds, (False, True)):
+        for _ in range(36 if full else 1):
+            yield _walk_case(_greedy_block(shape, dtype, kind, logprobs, random))
+    if full:
+        for dtype, kind in itertools.product(FLOATS, kinds):
+            yield _walk_case(_greedy_block((1, 3, 262_144), dtype, kind, True, random))
+
+
+def _greedy_block(
+    shape: tuple[int, int, int], dtype: mx.Dtype, kind: str, logprobs: bool, random: np.random.Generator
+) -> GreedyBlock:
+    batch, width, vocabulary = shape
+    values = random.standard_normal(shape)
+    if kind == "ties":
+        values = np.round(values * 2)
+    if kind == "nan":
+        values[random.random(shape) < 1 / vocabulary] = np.nan
+    if kind == "nothing":
+        values[:] = -np.inf
+        values[:, ::2, vocabulary // 2] = -5
+    logits = mx.array(values).astype(dtype)
+    allowed = None
+    if kind == "masked":
+        words = random.integers(0, 2**32, (batch, width, -(-vocabulary // 32)), dtype=np.uint32)
+        words[random.random((batch, width)) < 0.2] = 0
+        allowed = mx.array(words)
+    lse = mx.logsumexp(logits, axis=-1) if logprobs else None
+    proposed = mx.zeros((batch, width - 1), mx.int32)
+    blank = GreedyBlock(logits, proposed, lse, allowed, None, mx.full((batch,), 1, mx.int32))
+    choices = np.array(blank.choices())
+    proposals = choices[:, :-1].copy()
+    for row in proposals:
+        cut = random.integers(0, width + 1)
+        row[cut:] = random.integers(-1, vocabulary + 3, row[cut:].shape)
+    stops = mx.array(random.choice(choices.reshape(-1), 2).astype(np.int32)) if random.random() < 0.5 else None
+    budgets = mx.array(random.integers(1, width + 2, batch).astype(np.int32)) if random.random() < 0.5 else None
+    return GreedyBlock(logits, mx.array(proposals), lse, allowed, stops, budgets)
+
+
+def _walk_case(block: GreedyBlock) -> Case:
+    return Case(str(block.logits.dtype), lambda: [block.by_kernel()], lambda _: [block.by_ops()])
+
+
+TRIALS = {
+    "row_exact_gemv": gemv,
+    "row_exact_qmv": qmv,
+    "greedy_walk": walk,
+    "gated_delta": gated_delta,
+    "block_attention": attention,
+}
