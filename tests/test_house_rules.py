@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import mlx_lm.models.cache
@@ -186,9 +187,10 @@ def test_files_stay_within_the_budget() -> None:
 
 
 def metal_table() -> dict[str, list[str]]:
-    """Rows of the kernel table: file name to the other cells."""
-    text = (ROOT / "metal" / "README.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    """Rows of the kernel table, the first of the page: file name to the other cells."""
+    lines = (ROOT / "metal" / "README.md").read_text(encoding="utf-8").splitlines()
+    table = takewhile(lambda line: line.startswith("|"), dropwhile(lambda line: not line.startswith("|"), lines))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert rows[0] == ["file", "op", "reference", "test", "promise"]
     return {row[0].strip("`"): row[1:] for row in rows[2:]}
 
