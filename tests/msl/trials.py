@@ -165,6 +165,10 @@ PACKINGS = [
 ]
 
 
+_MANY = {True: 20_000, False: 60_000}
+"""Outputs of a case of the whole plan: there are more cases of the affine packings."""
+
+
 def qmv(full: bool) -> Iterator[Case]:
     """Every packing, in whole blocks of columns, with a tail, and over four lanes; rows of weight past the end."""
     packings = PACKINGS if full else [PACKINGS[place] for place in (1, 5, 6, 10, 12, 17, 18, 19, 20)]
@@ -172,7 +176,7 @@ def qmv(full: bool) -> Iterator[Case]:
         for dtype in FLOATS if full else (FLOATS[place % 3],):
             data = draws(dtype)
             for inputs, outputs, count in ((1024, 37, 5), (384, 16, 17), (128, 75, 3)):
-                rows = count * 4 if full and packing.mode == "affine" else count * 40 if full else count
+                rows = _MANY[packing.mode == "affine"] // outputs + count if full else count
                 weight = mx.random.normal((outputs, inputs), key=mx.random.key(place)).astype(dtype) / inputs**0.5
                 packed = mx.quantize(weight, group_size=packing.group_size, bits=packing.bits, mode=packing.mode)
                 yield _packed_case(packing, list(packed), next(data)((rows, inputs)))

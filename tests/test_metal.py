@@ -1,0 +1,118 @@
+"""On a Mac: our kernels against MLX's own calls of one row, on the device. Elsewhere skipped."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from mlx_spec.ops.argmax import GreedyBlock
+from mlx_spec.ops.block_attention import BlockAttention
+from mlx_spec.ops.choose import kinds_of_data, same_bits
+from mlx_spec.ops.gated_delta import DeltaBlock
+from mlx_spec.ops.linear import row_exact_gemv
+from mlx_spec.ops.packed import Packing, row_exact_qmv
+from tests.msl.trials import PACKINGS
+
+pytestmark = pytest.mark.metal
+
+FLOATS = [mx.float32, mx.float16, mx.bfloat16]
+WIDTHS = (2, 3, 5, 8, 16, 17)
+
+
+def row_by_row(call: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+    return mx.concatenate([call(rows[place : place + 1]) for place in range(rows.shape[0])])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4099, 1000), (101, 300), (9, 160), (40, 60), (2048, 4096)])
+def test_dense_rows_have_the_bits_of_one_row(outputs: int, inputs: int, dtype: mx.Dtype) -> None:
+    for width in WIDTHS:
+        for draw in kinds_of_data():
+            weight, rows, bias = draw((outputs, inputs), dtype), draw((width, inputs), dtype), draw((outputs,), dtype)
+            alone = row_by_row(lambda row, weight=weight: row @ weight.T, rows)
+            assert same_bits(row_exact_gemv(weight, rows), alone)
+            biased = row_by_row(lambda row, weight=weight, bias=bias: mx.addmm(bias, row, weight.T), rows)
+            assert same_bits(row_exact_gemv(weight, rows, bias), biased)
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_packed_rows_have_the_bits_of_one_row(packing: Packing) -> None:
+    for dtype in FLOATS:
+        for outputs, inputs in ((101, 1024), (64, 384), (75, 128), (2048, 2048)):
+            weight = (mx.random.normal((outputs, inputs)) / inputs**0.5).astype(dtype)
+            settings = {"group_size": packing.group_size, "bits": packing.bits, "mode": packing.mode}
+            packed, scales, *biases = mx.quantize(weight, **settings)
+            for width in WIDTHS:
+                rows = mx.random.normal((width, inputs)).astype(dtype)
+                ours = row_exact_qmv(packing, packed, scales, biases[0] if biases else None, rows)
+                alone = row_by_row(
+                    lambda row, sides=(packed, scales, *biases), settings=settings: mx.quantized_matmul(
+                        row, *sides, transpose=True, **settings
+                    ),
+                    rows,
+                )
+                assert same_bits(ours, alone)
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("keys", [70, 1030, 4200, 9000])
+@pytest.mark.parametrize("shared", [1, 2, 4, 8])
+def test_queries_have_the_bits_of_one_query(shared: int, keys: int, size: int) -> None:
+    for dtype, width in ((mx.bfloat16, 5), (mx.float16, 16), (mx.float32, 3)):
+        queries = mx.random.normal((2, 2 * shared, width, size)).astype(dtype)
+        sides = [mx.random.normal((2, 2, keys + 31, size)).astype(dtype)[:, :, :keys] for _ in range(2)]
+        seen = tuple((0, keys - width + 1 + place) for place in range(width))
+        block = BlockAttention(queries, *sides, size**-0.5, None, seen)
+        if block.blocks() is None:
+            continue
+        alone = [
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, place : place + 1], *(side[:, :, :end] for side in sides), scale=size**-0.5
+            )
+            for place, (_, end) in enumerate(seen)
+        ]
+        assert same_bits(block.run(), mx.concatenate(alone, axis=2))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_gated_delta_rule_has_the_bits_of_mlx_lm(masked: bool, vector: bool, dtype: mx.Dtype) -> None:
+    stock = importlib.import_module("mlx_lm.models.gated_delta")
+    batch, tokens, key_heads, heads, columns, values = 2, 7, 2, 4, 128, 16
+    gates = (batch, tokens, heads, columns) if vector else (batch, tokens, heads)
+    block = DeltaBlock(
+        q=mx.random.normal((batch, tokens, key_heads, columns)).astype(dtype),
+        k=(mx.random.normal((batch, tokens, key_heads, columns)) * columns**-0.5).astype(dtype),
+        v=mx.random.normal((batch, tokens, heads, values)).astype(dtype),
+        g=mx.random.uniform(shape=gates),
+        beta=mx.random.uniform(shape=(batch, tokens, heads)).astype(dtype),
+        state=mx.random.normal((batch, heads, values, columns)),
+        mask=mx.random.uniform(shape=(batch, tokens)) > 0.3 if masked else None,
+    )
+    result, states, outputs = block.by_kernel(), [block.state], []
+    for t in range(tokens):
+        at = slice(t, t + 1)
+        given = (array[:, at] for array in (block.q, block.k, block.v, block.g, block.beta))
+        y, state = stock.gated_delta_kernel(*given, states[-1], None if block.mask is None else block.mask[:, at])
+        outputs.append(y)
+        states.append(state)
+    assert same_bits(result.y, mx.concatenate(outputs, axis=1))
+    for count, state in enumerate(states):
+        assert same_bits(result.state_after(mx.full((batch,), count)), state)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_walk_is_that_of_mlx_ops(dtype: mx.Dtype) -> None:
+    for batch, width, vocabulary in ((1, 5, 1000), (16, 2, 50_257), (2, 32, 262_144)):
+        logits = mx.round(mx.random.normal((batch, width, vocabulary)) * 4).astype(dtype)
+        block = GreedyBlock(logits, mx.zeros((batch, width - 1), mx.int32), mx.logsumexp(logits, axis=-1))
+        for accepted in range(width):
+            proposals = mx.where(mx.arange(width - 1) < accepted, block.choices()[:, :-1], -1)
+            given = GreedyBlock(
+                logits, proposals, block.lse, None, mx.array([7], mx.int32), mx.full((batch,), width - 1)
+            )
+            assert mx.array_equal(given.by_kernel(), given.by_ops()).item()
