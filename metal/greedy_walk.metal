@@ -11,8 +11,8 @@
 //   accepted  leading proposals that equal the choice before them
 //   count     tokens to hand out: accepted + 1, but no further than the first stop token, and no more than the budget
 //   bonus     the choice after the accepted proposals
-//   fault     0; or position + 1 of the first NaN among the tokens to hand out; or -(position + 1) where no token is
-//             allowed there
+//   fault     0; or position + 1 of the first of the tokens to hand out that is NaN, with log-probabilities whose
+//             log-sum-exp is; or -(position + 1) where no token is allowed there
 //   tokens    the choices to hand out, then -1
 //
 // Registers: a dozen. Threadgroup memory: 256 bytes and 384 bytes.
@@ -83,9 +83,10 @@ METAL_FUNC void argmax_split(
 }
 
 // Grid: (rows of the batch * threads); at most 32 positions. `proposals` [B, W-1], `stops` [stop_count], `budgets` [B].
-static METAL_FUNC void greedy_walk(
-    const device float* values, const device uint* tokens, const device int* proposals, const device int* stops,
-    const device int* budgets, device int* result, int W, int shares, int stop_count, uint row, uint simd_group, uint lane,
+template <typename T, bool LOGPROBS>
+METAL_FUNC void greedy_walk(
+    const device float* values, const device uint* tokens, const device T* lse, const device int* proposals,
+    const device int* stops, const device int* budgets, device int* result, int W, int shares, int stop_count, uint row, uint simd_group, uint lane,
     uint simd_groups, threadgroup int* choices, threadgroup int* faults) {
   for (int position = int(simd_group); position < W; position += int(simd_groups)) {
     const size_t from = (size_t(row) * W + position) * shares;
@@ -95,7 +96,8 @@ static METAL_FUNC void greedy_walk(
     best.over_lanes();
     if (lane == 0) {
       choices[position] = best.token == NO_TOKEN ? -1 : int(best.token);
-      faults[position] = best.token == NO_TOKEN ? -(position + 1) : Best::is_nan(best.value) ? position + 1 : 0;
+      const float judged = LOGPROBS ? static_cast<float>(lse[row * W + position]) : best.value;
+      faults[position] = best.token == NO_TOKEN ? -(position + 1) : Best::is_nan(judged) ? position + 1 : 0;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

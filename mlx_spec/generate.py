@@ -147,7 +147,8 @@ class _Options:
         if foreign:
             statistics.note(f"{', '.join(foreign)} may hide state, so it is called once per token, in order")
         draws = sampler is not sample_utils.greedy_sampler
-        return Sampling(sampler, processors, pure=not foreign, draws=draws)
+        greedy = not draws and not processors
+        return Sampling(sampler, processors, pure=not foreign, draws=draws, greedy=greedy)
 
 
 def is_pure(function: Callable[..., Any]) -> bool:

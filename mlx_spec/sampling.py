@@ -23,12 +23,14 @@ class Sampling:
         pure: every callable is a function of (ids, logits, RNG) alone, so positions that turn out
             to be rejected may be chosen too. Otherwise a callable sees the one-token loop's calls only.
         draws: the sampler may advance the random state.
+        greedy: the sampler is mlx-lm's argmax, and nothing processes logits before it.
     """
 
     sampler: Sampler
     processors: tuple[LogitsProcessor, ...] = ()
     pure: bool = True
     draws: bool = False
+    greedy: bool = False
 
     def choose(self, logits: mx.array, ids: mx.array | None) -> tuple[mx.array, mx.array]:
         """Choose one token.
@@ -45,9 +47,16 @@ class Sampling:
         """
         for processor in self.processors:
             logits = processor(ids, logits)  # type: ignore[arg-type]
-        # The reduction over all axes is the one-token loop's; one over the last axis may round differently.
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        logprobs = logits - log_sum_exp(logits)
         return self.sampler(logprobs), logprobs
+
+
+def log_sum_exp(logits: mx.array) -> mx.array:
+    """[1, V] logits of one position -> [1, 1].
+
+    The reduction over all axes is the one-token loop's; one over the last axis may round differently.
+    """
+    return mx.logsumexp(logits, keepdims=True)
 
 
 def random_key() -> mx.array:

@@ -25,10 +25,10 @@ _SPLIT = Kernel(
 _WALK = Kernel(
     "greedy_walk",
     "greedy_walk",
-    ("values", "tokens", "proposals", "stops", "budgets", "width", "shares", "stop_count"),
+    ("values", "tokens", "lse", "proposals", "stops", "budgets", "width", "shares", "stop_count"),
     ("result",),
     "threadgroup int choices[32]; threadgroup int faults[32];"
-    " greedy_walk(values, tokens, proposals, stops, budgets, result, width, shares, stop_count,"
+    " greedy_walk<T, LOGPROBS>(values, tokens, lse, proposals, stops, budgets, result, width, shares, stop_count,"
     " threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup, thread_index_in_simdgroup,"
     " simdgroups_per_threadgroup, choices, faults);",
 )
@@ -63,9 +63,10 @@ class GreedyBlock:
     def walk(self) -> mx.array:
         """[B, 4 + W] int32: fault, accepted, count, bonus, tokens. By the kernel where it runs. Lazy.
 
-        `fault` is 0, or position + 1 of the first NaN among the tokens to hand out, or -(position + 1) where no token
-        is allowed. `accepted` leading proposals equal the choice before them; `bonus` is the choice after them. `count`
-        tokens are handed out: up to the bonus, the first stop token or the budget. After them tokens are -1.
+        `fault` is 0; or position + 1 of the first of the tokens to hand out whose logit, or log-sum-exp where that is
+        given, is NaN; or -(position + 1) where no token is allowed. `accepted` leading proposals equal the choice
+        before them; `bonus` is the choice after them. `count` tokens are handed out: up to the bonus, the first stop
+        token or the budget. After them tokens are -1.
 
         Cost:
             Logits are read once. The kernel takes two dispatches, the reference about twenty.
@@ -111,7 +112,7 @@ class GreedyBlock:
             compared = mx.where(allowed, compared, -mx.inf)
         choices = mx.argmax(compared, axis=-1)
         best = mx.take_along_axis(compared, choices[..., None], axis=-1)[..., 0]
-        faults = mx.where(mx.isnan(best), mx.arange(1, width + 1), 0)
+        faults = mx.where(mx.isnan(best if self.lse is None else self.lse), mx.arange(1, width + 1), 0)
         if allowed is not None:
             # Where nothing but -inf is allowed, the first allowed token stands for the maximum.
             choices = mx.where(best == -mx.inf, mx.argmax(allowed, axis=-1), choices)
@@ -140,10 +141,11 @@ class GreedyBlock:
         simd_groups = min(width, 8)
         (result,) = _WALK(
             [
-                *(values, tokens, padded(self.proposals.reshape(-1)), padded(stops), padded(budgets)),
+                *(values, tokens, padded(lse), padded(self.proposals.reshape(-1)), padded(stops), padded(budgets)),
                 *(mx.array(number, mx.int32) for number in (width, shares, stops.size)),
             ],
             [((batch, width + 4), mx.int32)],
+            template=[("T", dtype), ("LOGPROBS", self.lse is not None)],
             grid=(batch * simd_groups * SIMD_LANES, 1, 1),
             threadgroup=(simd_groups * SIMD_LANES, 1, 1),
         )

@@ -9,7 +9,9 @@ import mlx.core as mx
 
 from mlx_spec import accept
 from mlx_spec.errors import NonFiniteLogits
-from mlx_spec.sampling import Sampling, holds_nan, random_key, rewind_random_state
+from mlx_spec.ops.argmax import ACCEPTED, FAULT, TOKENS, GreedyBlock
+from mlx_spec.ops.kernel import kernels_run_here
+from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, random_key, rewind_random_state
 
 
 class Token(NamedTuple):
@@ -144,6 +146,39 @@ class BlockWalk(Walk):
         return self._read
 
 
+class GreedyWalk(Walk):
+    """Argmax without processors: choices, comparison and count in one small array, made on the device at once."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        rows = [block.logits[:, index, :] for index in range(block.width)]
+        sums = [log_sum_exp(row) for row in rows]
+        self._logprobs = [(row - total).squeeze(0) for row, total in zip(rows, sums, strict=True)]
+        proposals = mx.zeros((1, 0), mx.int32) if block.proposals is None else block.proposals
+        self._walked = GreedyBlock(block.logits, proposals, mx.concatenate(sums, axis=1)).walk()
+        self._read: list[int] | None = None
+
+    def take(self, index: int) -> Token:
+        if self._read is None:
+            self._read = cast(list[list[int]], self._walked.tolist())[0]
+        if self._read[FAULT] == index + 1:
+            raise NonFiniteLogits(self._block.position + index)
+        chosen = self._read[TOKENS + index]
+        return Token(chosen, self._array(index), self._logprobs[index], index < self._read[ACCEPTED])
+
+    def pending(self) -> list[mx.array]:
+        return [self._walked, *self._logprobs]
+
+    def first(self) -> mx.array:
+        return self._array(0)
+
+    def rewind(self, retained: int) -> None:
+        """Nothing is drawn."""
+
+    def _array(self, index: int) -> mx.array:
+        return self._walked[0, TOKENS + index : TOKENS + index + 1].astype(mx.uint32)
+
+
 class SequentialWalk(Walk):
     """A position is chosen only once the one before it is kept, in the one-token loop's order.
 
@@ -187,4 +222,6 @@ class SequentialWalk(Walk):
 
 def open_walk(sampling: Sampling, block: Block) -> Walk:
     """The walk a request's callables allow."""
+    if sampling.greedy and kernels_run_here():
+        return GreedyWalk(block)
     return BlockWalk(sampling, block) if sampling.pure else SequentialWalk(sampling, block)
