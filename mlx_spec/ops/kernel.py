@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,13 @@ def metal_text(file: str) -> str:
         FileNotFoundError: the file is missing; the installation is damaged.
     """
     return (metal_folder() / f"{file}.metal").read_text()
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """A digest of all Metal text: what was found out with one text says nothing about another."""
+    texts = (path.read_bytes() for path in sorted(metal_folder().glob("*.metal")))
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def gpu_class() -> str:

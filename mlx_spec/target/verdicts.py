@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mlx_spec.environment import mlx_settings
+from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
 
 _FORMAT = 1
 
@@ -116,6 +117,7 @@ def facts_of(model: Any) -> dict[str, str]:
         "device": f"{mx.default_device()} {device.get('architecture', '')} {device.get('device_name', '')}",
         "system": f"{platform.platform()} {platform.python_version()}",
         "environment": mlx_settings(),
+        "kernels": kernels_digest() if kernels_run_here() else "none run here",
         "model": make_of(model),
     }
 
