@@ -69,18 +69,39 @@ def preprocess(text: str, include: Sequence[Path]) -> str:
 
 
 def build(source: str) -> Path:
-    """A shared library for C++ text; one that was built before from the same text, headers and compiler is taken."""
-    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-w", "-fno-math-errno", "-fno-strict-aliasing"]
-    flags += ["-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-fconvergent-functions"]
-    if platform.machine() == "x86_64":
-        flags += ["-mavx2", "-mfma", "-mf16c"]
-    key = hashlib.sha256("\0".join([compiler(), *flags, _headers(), source]).encode()).hexdigest()[:24]
+    """A shared library for C++ text behind `msl.h`; one that was built before from the same is taken."""
+    key = _digest(compiler(), *_flags(), _headers(), source)
     library = cache_folder() / f"{key}.so"
     if not library.exists():
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        _run([compiler(), *flags, f"-I{HERE / 'include'}", "-x", "c++", "-", "-o", str(unfinished)], source)
-        unfinished.replace(library)
+        behind = ["-shared", "-include-pch", str(_precompiled()), "-x", "c++", "-"]
+        _make(library, behind, source)
     return library
+
+
+def _flags() -> list[str]:
+    flags = ["-std=c++20", "-O2", "-fPIC", "-w", "-fno-math-errno", "-fno-strict-aliasing"]
+    flags += ["-ffp-contract=on", "-Xclang", "-ffloat16-excess-precision=none", "-fconvergent-functions"]
+    return flags + (["-mavx2", "-mfma", "-mf16c"] if platform.machine() == "x86_64" else [])
+
+
+def _precompiled() -> Path:
+    """`msl.h` as the compiler has read it. It is bound to the files' places and times."""
+    times = [f"{path} {path.stat().st_mtime_ns}" for path in sorted((HERE / "include").rglob("*.h"))]
+    header = cache_folder() / f"{_digest(compiler(), *_flags(), *times)}.pch"
+    if not header.exists():
+        _make(header, [f"-I{HERE / 'include'}", "-x", "c++-header", str(HERE / "include" / "msl" / "msl.h")], "")
+    return header
+
+
+def _make(target: Path, arguments: Sequence[str], text: str) -> None:
+    """Compile into a file that others see when it is whole."""
+    unfinished = target.with_name(f"{os.getpid()}-{target.name}")
+    _run([compiler(), *_flags(), *arguments, "-o", str(unfinished)], text)
+    unfinished.replace(target)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _run(command: list[str], text: str) -> str:

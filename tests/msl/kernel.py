@@ -189,8 +189,7 @@ def _program(body: str, function: str, parameters: Iterable[Parameter], slots: i
             arguments.append(f"msl::builtin_{parameter.builtin}<{wanted}>(lane)")
         else:
             arguments.append(f"msl::Argument<{wanted}>::get(bound[{parameter.buffer}].start)")
-    return f"""#include "msl/msl.h"
-{body}
+    return f"""{body}
 static msl::Buffer* bound;
 static void entry(msl::Lane& lane) {{
   constexpr auto function = &{function};
