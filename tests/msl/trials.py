@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.ops import block_attention
 from mlx_spec.ops.argmax import GreedyBlock
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data
@@ -243,35 +246,77 @@ def _delta_cases(block: DeltaBlock) -> Iterator[Case]:
         yield Case(f"{family}, from the tape", kept, wanted)
 
 
+class AttentionKind(NamedTuple):
+    """A shape of attention.
+
+    Attributes:
+        gpu: last letter of the architecture, which decides about passes and blocks.
+        window: keys a query sees; 0 for all.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    size: int
+    keys: int
+    queries: int
+    sinks: bool = False
+    window: int = 0
+    gpu: str = "g"
+
+
+ATTENTION = (
+    AttentionKind(2, 4, 1, 64, 70, 9, sinks=True, window=20),
+    AttentionKind(1, 2, 2, 128, 33, 16),
+    AttentionKind(1, 8, 1, 64, 4110, 3),
+    AttentionKind(1, 2, 1, 96, 129, 5, sinks=True),
+    AttentionKind(1, 2, 1, 256, 70, 6, window=40),
+    AttentionKind(1, 4, 2, 64, 4099, 2, sinks=True, window=4000),
+    AttentionKind(1, 2, 2, 64, 1031, 4, gpu="s"),
+)
+MORE_ATTENTION = (
+    AttentionKind(1, 8, 1, 128, 1030, 5),
+    AttentionKind(1, 8, 1, 128, 1023, 5, gpu="s"),
+    AttentionKind(1, 8, 1, 128, 1500, 5, gpu="s"),
+    AttentionKind(1, 4, 1, 64, 8196, 3, sinks=True, gpu="d"),
+    AttentionKind(1, 2, 2, 96, 8196, 3, gpu="d"),
+    AttentionKind(1, 16, 2, 64, 8200, 4, sinks=True),
+    AttentionKind(3, 4, 4, 96, 1025, 17, window=500),
+    AttentionKind(1, 4, 2, 256, 4200, 3),
+    AttentionKind(2, 2, 1, 128, 8195, 2),
+    AttentionKind(1, 1, 1, 64, 5000, 8),
+    AttentionKind(1, 8, 2, 96, 4097, 1, sinks=True),
+    AttentionKind(1, 6, 3, 64, 31, 13, sinks=True, window=7),
+    AttentionKind(1, 3, 1, 128, 4500, 11, window=300),
+)
+
+
 def attention(full: bool) -> Iterator[Case]:
     """One and two passes, around the numbers of keys where MLX changes, shared heads, windows and sinks."""
-    kinds = [  # batch, heads, key heads, head size, keys, queries, sinks, window
-        *((2, 4, 1, 64, 70, 9, True, 20), (1, 2, 2, 128, 33, 16, False, 0), (1, 8, 1, 64, 4110, 3, False, 0)),
-        *((1, 2, 1, 96, 129, 5, True, 0), (1, 2, 1, 256, 70, 6, False, 40), (1, 4, 2, 64, 4099, 2, True, 4000)),
-    ]
-    if full:
-        kinds += [
-            *((1, 8, 1, 128, 1030, 5, False, 0), (1, 16, 2, 64, 8200, 4, True, 0), (3, 4, 4, 96, 1025, 17, False, 500)),
-            *((1, 4, 2, 256, 4200, 3, False, 0), (2, 2, 1, 128, 8195, 2, False, 0), (1, 1, 1, 64, 5000, 8, False, 0)),
-            *((1, 8, 2, 96, 4097, 1, True, 0), (1, 6, 3, 64, 31, 13, True, 7), (1, 3, 1, 128, 4500, 11, False, 300)),
-        ]
-    for place, kind in enumerate(kinds):
+    for place, kind in enumerate(ATTENTION + MORE_ATTENTION if full else ATTENTION):
         for dtype in FLOATS if full else (FLOATS[place % 3],):
             yield _attention_case(kind, dtype, place)
 
 
-def _attention_case(kind: tuple, dtype: mx.Dtype, seed: int) -> Case:
-    batch, heads, key_heads, size, count, width, with_sinks, window = kind
-    keys = mx.random.split(mx.random.key(seed), 4)
-    queries = mx.random.normal((batch, heads, width, size), key=keys[0]).astype(dtype)
-    sides = [mx.random.normal((batch, key_heads, count + 37, size), key=key).astype(dtype) for key in keys[1:3]]
+def _attention_case(kind: AttentionKind, dtype: mx.Dtype, seed: int) -> Case:
+    keys, rows, size, width = mx.random.split(mx.random.key(seed), 4), kind.keys + 37, kind.size, kind.queries
+    queries = mx.random.normal((kind.batch, kind.heads, width, size), key=keys[0]).astype(dtype)
+    buffers = [mx.random.normal((kind.batch, kind.key_heads, rows, size), key=key).astype(dtype) for key in keys[1:3]]
     # What lies behind the keys in their buffer must not be looked at.
-    sides = [mx.where((mx.arange(count + 37) < count)[:, None], side, mx.nan)[:, :, :count] for side in sides]
-    sinks = mx.random.normal((heads,), key=keys[3]).astype(dtype) if with_sinks else None
-    ends = [count - width + 1 + place for place in range(width)]
-    seen = tuple((max(0, end - window) if window else 0, end) for end in ends)
+    behind = (mx.arange(rows) < kind.keys)[:, None]
+    sides = [mx.where(behind, buffer, mx.nan).astype(dtype)[:, :, : kind.keys] for buffer in buffers]
+    sinks = mx.random.normal((kind.heads,), key=keys[3]).astype(dtype) if kind.sinks else None
+    ends = [kind.keys - width + 1 + place for place in range(width)]
+    seen = tuple((max(0, end - kind.window) if kind.window else 0, end) for end in ends)
     mx.eval(queries, *sides)
     block = BlockAttention(queries, *sides, size**-0.5, sinks, seen)
+    with mock.patch.object(block_attention, "gpu_class", return_value=kind.gpu):
+        blocks = block.blocks()
+    assert blocks is not None
+
+    def ours() -> list[mx.array]:
+        with mock.patch.object(block_attention, "gpu_class", return_value=kind.gpu):
+            return [block.run()]
 
     def wanted(settings: Run) -> list[mx.array]:
         rows = []
@@ -279,13 +324,10 @@ def _attention_case(kind: tuple, dtype: mx.Dtype, seed: int) -> Case:
             mask = mx.arange(end) >= first if first else None
             cut = [side[:, :, :end] for side in sides]
             alone = stock.OneQuery(queries[:, :, place : place + 1], *cut, size**-0.5, mask, sinks)
-            with simulated():
-                blocks = block.blocks()
-            assert blocks is not None
             rows.append(alone.run(blocks, Run(sum_order=settings.sum_order)))
         return [mx.concatenate(rows, axis=2)]
 
-    return Case(str(dtype), lambda: [block.run()], wanted)
+    return Case(str(dtype), ours, wanted)
 
 
 def walk(full: bool) -> Iterator[Case]:
