@@ -177,10 +177,10 @@ def qmv(full: bool) -> Iterator[Case]:
     packings = PACKINGS if full else [PACKINGS[place] for place in (1, 5, 6, 10, 12, 17, 18, 19, 20)]
     for place, packing in enumerate(packings):
         for dtype in FLOATS if full else (FLOATS[place % 3],):
-            data = draws(dtype)
+            data, weights = draws(dtype), itertools.cycle(kinds_of_data(place))
             for inputs, outputs, count in ((1024, 37, 5), (384, 16, 17), (128, 75, 3)):
                 rows = _MANY[packing.mode == "affine"] // outputs + count if full else count
-                weight = mx.random.normal((outputs, inputs), key=mx.random.key(place)).astype(dtype) / inputs**0.5
+                weight = next(weights)((outputs, inputs), dtype)
                 packed = mx.quantize(weight, group_size=packing.group_size, bits=packing.bits, mode=packing.mode)
                 yield _packed_case(packing, list(packed), next(data)((rows, inputs)))
 
@@ -214,14 +214,22 @@ def _delta_block(shape: tuple[int, ...], dtype: mx.Dtype, kind: tuple[bool, bool
     gates = (batch, tokens, heads, columns) if vector else (batch, tokens, heads)
     mask = mx.random.uniform(shape=(batch, tokens), key=keys[1]) > 0.3 if masked else None
     return DeltaBlock(
-        q=(mx.random.normal((batch, tokens, key_heads, columns), key=keys[2]) * columns**-0.5).astype(dtype),
-        k=(k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype),
-        v=mx.random.normal((batch, tokens, heads, values), key=keys[3]).astype(dtype),
-        g=mx.exp(-mx.random.uniform(shape=gates, key=keys[4])),
-        beta=mx.random.uniform(shape=(batch, tokens, heads), key=keys[5]).astype(dtype),
+        q=_among_nan(
+            (mx.random.normal((batch, tokens, key_heads, columns), key=keys[2]) * columns**-0.5).astype(dtype)
+        ),
+        k=_among_nan((k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype)),
+        v=_among_nan(mx.random.normal((batch, tokens, heads, values), key=keys[3]).astype(dtype)),
+        g=_among_nan(mx.exp(-mx.random.uniform(shape=gates, key=keys[4]))),
+        beta=_among_nan(mx.random.uniform(shape=(batch, tokens, heads), key=keys[5]).astype(dtype)),
         state=mx.random.normal((batch, heads, values, columns), key=keys[6]) * 0.1,
         mask=mask,
     )
+
+
+def _among_nan(array: mx.array) -> mx.array:
+    """The same numbers as a view: between the rows of the batch lie tokens that must not be looked at."""
+    behind = mx.full((array.shape[0], 3, *array.shape[2:]), mx.nan, array.dtype)
+    return mx.concatenate([array, behind], axis=1)[:, : array.shape[1]]
 
 
 def _delta_cases(block: DeltaBlock) -> Iterator[Case]:
