@@ -59,7 +59,8 @@ template <typename T, int D, int TILE> struct QueryTile {
 template <typename T, int D, int TILE, bool SINKS, typename Sinks>
 METAL_FUNC void block_attention(
     const device T* queries, const device T* keys, const device T* values, const device int* starts,
-    const device int* stops, Sinks sinks, device T* out, constant int64_t* key_strides, constant int64_t* value_strides,
+    const device int* stops, Sinks sinks, device T* out, const constant int64_t* key_strides,
+    const constant int64_t* value_strides,
     int heads, int key_heads, int width, int count, float scale, uint3 group, uint simd_group, uint lane,
     threadgroup float* exchange, threadgroup float* highest, threadgroup float* sums) {
   constexpr int OWN = D / 32;
@@ -99,7 +100,8 @@ template <typename T, int D, int TILE, bool SINKS, typename Sinks>
 METAL_FUNC void block_attention_blocks(
     const device T* queries, const device T* keys, const device T* values, const device int* starts,
     const device int* stops, Sinks sinks, device T* partial, device float* sums, device float* highest,
-    constant int64_t* key_strides, constant int64_t* value_strides, int heads, int key_heads, int width, int count,
+    const constant int64_t* key_strides,
+    const constant int64_t* value_strides, int heads, int key_heads, int width, int count,
     int blocks, float scale, uint3 group, uint in_group, uint lane) {
   constexpr int OWN = D / 32;
   const int share = heads / key_heads, key_head = int(group.x), batch = int(group.y);

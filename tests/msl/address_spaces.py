@@ -33,6 +33,7 @@ template <class T> T simd_broadcast(T, ushort); template <class T> T simd_prefix
 bool simd_any(bool); bool simd_all(bool);
 template <class T, class U> T as_type(U);
 namespace metal {
+template <class T> struct numeric_limits { static constexpr T max() { return T(3.40282347e38f); } };
 namespace fast { float exp(float); float exp2(float); float log(float); }
 namespace precise { float exp(float); float rsqrt(float); float sqrt(float); }
 }

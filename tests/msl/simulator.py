@@ -21,6 +21,7 @@ from tests.msl.kernel import Counters, Kernel, Run
 _make_real = mx.fast.metal_kernel
 _IN_ORDER = Run()
 _run: ContextVar[Run] = ContextVar("run of simulated kernels", default=_IN_ORDER)
+_NOT_TEXT = ("verbose", "stream")
 _UTILS = '#include "mlx/backend/metal/kernels/utils.h"\n'
 
 
@@ -94,7 +95,7 @@ class SimulatedKernel:
 
     @property
     def texts(self) -> list[str]:
-        return list(self._built)
+        return list(dict.fromkeys(self._generated.values()))
 
     def __call__(
         self,
@@ -119,18 +120,19 @@ class SimulatedKernel:
         return [to_mlx(array, dtype) for array, dtype in zip(outputs, output_dtypes, strict=True)]
 
     def _kernel_for(self, inputs: list[mx.array], **call: Any) -> Kernel:
-        kinds = tuple((value.dtype, value.ndim, value.size < 8) for value in inputs)
-        key = repr((kinds, call.get("template"), call["output_dtypes"]))
-        if key not in self._generated:
-            wanted = {
-                name: value for name, value in call.items() if value is not None and name not in ("verbose", "stream")
-            }
-            self._generated[key] = generated_text(self._kernel, inputs=inputs, **wanted)
-        text = self._generated[key]
+        text = self._text(inputs, **call)
         if text not in self._built:
             instance = re.search(r"decltype\((.*?)\) ", text)
             self._built[text] = Kernel(_UTILS + text, instance[1] if instance else None)
         return self._built[text]
+
+    def _text(self, inputs: list[mx.array], **call: Any) -> str:
+        kinds = tuple((value.dtype, value.ndim, value.size < 8) for value in inputs)
+        key = repr((kinds, call.get("template"), call["output_dtypes"]))
+        if key not in self._generated:
+            wanted = {name: value for name, value in call.items() if value is not None and name not in _NOT_TEXT}
+            self._generated[key] = generated_text(self._kernel, inputs=inputs, **wanted)
+        return self._generated[key]
 
     def _bound(self, name: str, value: mx.array) -> Iterator[np.ndarray]:
         """An input as MLX binds it: with its shape, strides and rank where the source names them."""
@@ -149,6 +151,24 @@ class SimulatedKernel:
 def _as_it_lies(value: mx.array) -> np.ndarray:
     """A view of an array's own memory, with its strides; bfloat16 as its bits."""
     return np.asarray(memoryview(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value))
+
+
+class RecordedKernel(SimulatedKernel):
+    """Stands in for `mx.fast.metal_kernel` where only the text matters: nothing runs, outputs are zeros."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
+        **call: Any,
+    ) -> list[mx.array]:
+        given = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
+        mx.eval(given)
+        self._text(given, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
 
 def _output(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> np.ndarray:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -20,7 +21,7 @@ from mlx_spec.ops.packed import PackedLinear, Packing, row_exact_qmv
 from tests.msl import stock, trials
 from tests.msl.address_spaces import complaints
 from tests.msl.kernel import BACKWARD, KernelError, Run, mlx_include
-from tests.msl.simulator import SimulatedKernel, running, simulated
+from tests.msl.simulator import RecordedKernel, running, simulated
 
 
 @pytest.mark.parametrize("name", trials.TRIALS)
@@ -123,20 +124,18 @@ def fails(cases: Iterator[trials.Case]) -> bool:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimulatedKernel]]:
-    """The simulated kernels made during a test."""
-    found: list[SimulatedKernel] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedKernel]]:
+    """The kernels made during a test, of which only the texts are made."""
+    found: list[RecordedKernel] = []
 
-    class Watched(SimulatedKernel):
-        def __init__(self, *args: object, **settings: object) -> None:
-            super().__init__(*args, **settings)  # type: ignore[arg-type]
+    class Noted(RecordedKernel):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
             found.append(self)
 
-    kernels._made.cache_clear()
     with simulated():
-        monkeypatch.setattr(mx.fast, "metal_kernel", Watched)
+        monkeypatch.setattr(mx.fast, "metal_kernel", Noted)
         yield found
-    kernels._made.cache_clear()
 
 
 def call_everything(batch: int, width: int) -> None:
@@ -161,16 +160,16 @@ def call_everything(batch: int, width: int) -> None:
     mx.eval(delta.state_after(mx.zeros((batch,), mx.int32)))
 
 
-def test_no_width_and_no_batch_compiles_a_kernel_again(watched: list[SimulatedKernel]) -> None:
+def test_no_width_and_no_batch_compiles_a_kernel_again(recorded: list[RecordedKernel]) -> None:
     for batch, width in ((1, 2), (1, 16), (3, 5)):
         call_everything(batch, width)
-    assert len(watched) >= 10
-    assert {kernel.name: len(kernel.texts) for kernel in watched} == {kernel.name: 1 for kernel in watched}
+    assert len(recorded) >= 10
+    assert {kernel.name: len(kernel.texts) for kernel in recorded} == {kernel.name: 1 for kernel in recorded}
 
 
-def test_the_address_spaces_of_every_kernel_agree(watched: list[SimulatedKernel]) -> None:
+def test_the_address_spaces_of_every_kernel_agree(recorded: list[RecordedKernel]) -> None:
     call_everything(1, 3)
-    assert {kernel.name: complaints(kernel.texts[0]) for kernel in watched} == {kernel.name: "" for kernel in watched}
+    assert {kernel.name: complaints(kernel.texts[0]) for kernel in recorded} == {kernel.name: "" for kernel in recorded}
 
 
 def test_a_linear_takes_the_kernel_before_tricks_where_there_is_metal() -> None:
