@@ -72,7 +72,7 @@ class OpTable:
         if (call, stretch) not in self._attention:
             key = f"{call} over {stretch}"
             known = self.verdicts.op(key, call.width)
-            if known is None:
+            if known is None or known not in call.ways:
                 known = call.route_over(stretch)
                 self.verdicts.add_op(key, call.width, known)
                 self.verdicts.save()
@@ -147,11 +147,23 @@ class Certificate:
         if width not in self._attention:
             model = self._alive()
             trial = self._trial(model, PROBES[0], None)
-            self._attention[width] = trial.attention(model, width, self.route(width, Drive.BLOCK))
+            self._attention[width] = trial.attention(model, width, self._route(width, Drive.BLOCK))
         return self._attention[width]
 
-    def route(self, width: int, drive: Drive) -> Route:
-        """What `holds` speaks of. Its plan's modules are attached; bindings and mixers are the caller's to attach."""
+    def route(self, width: int, drive: Drive, keys: KeyStretch | None = None) -> Route:
+        """What `holds` speaks of, its name for so many keys.
+
+        Its plan's modules are attached; bindings and mixers are the caller's to attach.
+        """
+        route = self._route(width, drive)
+        if drive is not Drive.QUERIES or route.plan is None:
+            return route
+        with self._lock:
+            found = {self._ops.attention_route(call, keys or KeyStretch.short()): call for call in self._calls(width)}
+        ways = tuple(sorted(found, key=lambda way: found[way].ways.index(way)))
+        return replace(route, plan=replace(route.plan, ways=ways))
+
+    def _route(self, width: int, drive: Drive) -> Route:
         model = self._alive()
         plan = self._ops.plan(model, width)
         if drive is Drive.QUERIES:
@@ -162,7 +174,7 @@ class Certificate:
     def _probe(self, width: int, drive: Drive) -> bool:
         model = self._alive()
         try:
-            route = self.route(width, drive)
+            route = self._route(width, drive)
             return all(trial.equal(model, width, route) for trial in self._all_trials(model))
         except CANNOT_TAKE as error:
             # Some models read single tokens only.
@@ -301,7 +313,7 @@ class CertifiedRoutes:
         if equal and keys is not None and certificate.holds_over(width, keys):
             return certificate.route(width, Drive.BLOCK)
         holds = bool(bound.names) and certificate.holds(width, Drive.QUERIES)
-        return certificate.route(width, Drive.QUERIES) if holds else None
+        return certificate.route(width, Drive.QUERIES, keys) if holds else None
 
     def _bind_attention(self) -> bindings.Bound:
         bound = bindings.attach(self._target.model)

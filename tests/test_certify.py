@@ -301,7 +301,7 @@ ROUTE_OF_MIX = {
     "chunked": "block",
     "mla_moe": "block, mixers by position",
     "mamba2": "block, state updates by position",
-    "cache_list": "block, attention and state updates by position",
+    "cache_list": "block, state updates by position",
 }
 """On a CPU. Windows go position by position in a block in any case."""
 

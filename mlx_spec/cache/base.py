@@ -19,7 +19,8 @@ class Drive(enum.Enum):
 
     WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
     BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
-    QUERIES: as BLOCK for the caches; the mixers that take the block whole attend, and update states, by position.
+    QUERIES: as BLOCK for the caches; the mixers that take the block whole update states by position, and attend by
+        position or by what was found equal to that.
     POSITIONS: every mixer goes position by position, as in one-token decode.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,6 +20,24 @@ from mlx_spec.ops.choose import kinds_of_data, same_bits
 from mlx_spec.ops.kernel import kernels_run_here
 
 BY_POSITION = "by position"
+
+
+def in_chunks_of(size: int) -> str:
+    """The way to attend with so many queries at a time, as reports call it."""
+    return f"in chunks of {size}"
+
+
+def chunk_sizes(width: int) -> list[int]:
+    """Sizes of chunks to try for a block, largest first: for each number of calls the one that cuts most evenly.
+
+    A larger chunk that needs as many calls would be no cheaper, and may meet another kernel.
+
+    Example:
+        >>> chunk_sizes(2), chunk_sizes(5), chunk_sizes(16)
+        ([], [3, 2], [8, 6, 4, 3, 2])
+    """
+    return sorted({-(-width // calls) for calls in range(2, width)}, reverse=True)
+
 
 Side = mx.array | tuple[mx.array, ...]
 """Keys or values [B, Hk, T, D]; of a quantized cache the packed entries, their scales and biases, each cut alike."""
@@ -32,14 +51,15 @@ class QueryBlock:
     """Queries of consecutive positions, and the keys up to the last of them.
 
     One-token decode attends with query i over the keys that stand up to its own position, and with the mask of a
-    forward over that token alone.
+    forward over that token alone. A chunk of queries attends over the keys up to its last one's.
 
     Attributes:
         attend: the stock call.
         queries: [B, H, W, D].
         keys, values: T rows, the last W of them the block's own.
         mask: the block's.
-        mask_alone: position in the block -> the mask for its query alone, over the keys up to it.
+        mask_of: (start, stop) in the block -> the mask for these queries in a call of their own, over the keys up to
+            the last of them.
         scale: of the scores.
         sinks: [H], or None.
     """
@@ -49,17 +69,39 @@ class QueryBlock:
     keys: Side
     values: Side
     mask: Any
-    mask_alone: Callable[[int], Any]
+    mask_of: Callable[[int, int], Any]
     scale: float
     sinks: mx.array | None = None
+
+    @property
+    def ways(self) -> dict[str, Callable[[], mx.array]]:
+        """All ways to attend, [B, H, W, Dv] each, cheapest first. The last is the reference."""
+        chunks = {in_chunks_of(size): partial(self.in_chunks, size) for size in chunk_sizes(self.queries.shape[2])}
+        return {STOCK: self.together, OWN_KERNEL: self._by_own_kernel, **chunks, BY_POSITION: self.by_position}
+
+    def run(self, way: str) -> mx.array:
+        """Attend by one of `ways`, with the masks that single queries are known to meet.
+
+        The own kernel, though found equal, may not take these very keys; then it goes by position.
+        """
+        if way == STOCK:
+            return self.in_chunks(self.queries.shape[2])
+        if way == OWN_KERNEL and self.own_kernel() is None:
+            way = BY_POSITION
+        return self.ways[way]()
 
     def together(self) -> mx.array:
         """The stock call for all queries, [B, H, W, Dv]."""
         return self.attend(self.queries, self.keys, self.values, self.mask)
 
     def by_position(self) -> mx.array:
-        """The reference: one query at a time, [B, H, W, Dv]. Keys and values are cut as views; nothing is copied."""
-        return mx.concatenate([self._alone(position) for position in range(self.queries.shape[2])], axis=2)
+        """The reference: one query at a time, [B, H, W, Dv]."""
+        return self.in_chunks(1)
+
+    def in_chunks(self, size: int) -> mx.array:
+        """`size` queries at a time, [B, H, W, Dv]. Keys and values are cut as views; nothing is copied."""
+        width = self.queries.shape[2]
+        return mx.concatenate([self._part(at, min(at + size, width)) for at in range(0, width, size)], axis=2)
 
     def own_kernel(self) -> BlockAttention | None:
         """The block as the own kernel takes it; None where it does not run or does not know what is asked."""
@@ -73,17 +115,16 @@ class QueryBlock:
         block = BlockAttention(self.queries, keys, values, self.scale, self.sinks, seen)
         return None if block.blocks() is None else block
 
-    def _alone(self, position: int) -> mx.array:
-        rows = rows_of(self.keys) - self.queries.shape[2] + position + 1
-        query = self.queries[:, :, position : position + 1]
-        return self.attend(query, _first(self.keys, rows), _first(self.values, rows), self.mask_alone(position))
+    def _by_own_kernel(self) -> mx.array:
+        own = self.own_kernel()
+        if own is None:
+            raise ValueError("no kernel takes this attention")
+        return own.run()
 
-
-def _by_own_kernel(block: QueryBlock) -> mx.array:
-    own = block.own_kernel()
-    if own is None:
-        raise ValueError("no kernel takes this attention")
-    return own.run()
+    def _part(self, start: int, stop: int) -> mx.array:
+        rows = rows_of(self.keys) - self.queries.shape[2] + stop
+        queries = self.queries[:, :, start:stop]
+        return self.attend(queries, _first(self.keys, rows), _first(self.values, rows), self.mask_of(start, stop))
 
 
 def rows_of(side: Side) -> int:
@@ -188,25 +229,26 @@ class AttentionCall:
         """The cheapest way that gives every query over random keys the bits it gets alone.
 
         Returns:
-            STOCK, OWN_KERNEL or BY_POSITION.
+            One of `ways` of a block.
 
         Cost:
             Keys and values of one layer, and attention over them, a few times. Everything is evaluated.
         """
-        ways: dict[str, Callable[[QueryBlock], mx.array]] = {
-            STOCK: QueryBlock.together,
-            OWN_KERNEL: _by_own_kernel,
-        }
-        return next((name for name, way in ways.items() if self._equal_over(stretch, way)), BY_POSITION)
+        return next((way for way in self.ways[:-1] if self._equal_over(stretch, way)), BY_POSITION)
 
-    def _equal_over(self, stretch: KeyStretch, way: Callable[[QueryBlock], mx.array]) -> bool:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Names of all ways to attend, cheapest first."""
+        return STOCK, OWN_KERNEL, *map(in_chunks_of, chunk_sizes(self.width)), BY_POSITION
+
+    def _equal_over(self, stretch: KeyStretch, way: str) -> bool:
         blocks = (
             self.block(keys, draw)
             for keys in stretch.lengths(self.width)
             for draw in islice(kinds_of_data(), _KINDS_OF_DATA)
         )
         try:
-            return all(same_bits(way(block), block.by_position()) for block in blocks)
+            return all(same_bits(block.ways[way](), block.by_position()) for block in blocks)
         except (ValueError, TypeError, RuntimeError):
             # What cannot be tried is not known to be equal.
             return False
@@ -214,15 +256,17 @@ class AttentionCall:
     def block(self, keys: int, draw: Draw) -> QueryBlock:
         """The same call with arrays of one kind of data."""
         queries, size = draw(self.queries, self.dtypes[0]), self.queries[3]
-        mask = self._mask(keys)
+        mask, spare = self._mask(keys), keys - self.width
 
-        def alone(position: int) -> Any:
-            row = slice(position, position + 1)
-            return mask[row, : keys - self.width + position + 1] if self.masked_alone else None
+        def of(start: int, stop: int) -> Any:
+            alone = stop - start == 1
+            if not self.masked_alone if alone else not isinstance(self.mask, mx.Dtype):
+                return None if alone else "causal"
+            return mask[start:stop, : spare + stop]
 
         given = mask if isinstance(self.mask, mx.Dtype) else self.mask
         sides = self._side(keys, size, draw), self._side(keys, self.values, draw)
-        return QueryBlock(self.attend, queries, *sides, given, alone, self.scale, self.sink_values)
+        return QueryBlock(self.attend, queries, *sides, given, of, self.scale, self.sink_values)
 
     def _side(self, keys: int, size: int, draw: Draw) -> Side:
         rows = -(-keys // _CACHE_STEP) * _CACHE_STEP

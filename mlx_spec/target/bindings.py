@@ -24,9 +24,8 @@ from mlx_lm.models import base, ssm
 from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.ops.attention import Attend, AttentionCall, KeyStretch, QueryBlock, Side, rows_of
-from mlx_spec.ops.base import OWN_KERNEL
 from mlx_spec.ops.recurrence import StateUpdates
-from mlx_spec.target.routes import Plan, plan_in_force
+from mlx_spec.target.routes import ATTENTION, Plan, plan_in_force
 
 NAME = "scaled_dot_product_attention"
 STATE_UPDATE = "ssm_update"
@@ -134,7 +133,7 @@ def _attention(
     apart = plan if plan is not None and plan.by_position and _counts(queries, plan.width) else None
     if apart is not None or (noted is not None and _counts(queries, noted.width)):
         masks = MasksAlone(mask, cache, queries.shape[2], rows_of(keys))
-        block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.at, scale, sinks)
+        block = QueryBlock(_attend(cache, scale, sinks), queries, keys, values, mask, masks.of, scale, sinks)
         if noted is not None and masks.known:
             noted.add(block, cache)
         if apart is not None and masks.known:
@@ -144,13 +143,11 @@ def _attention(
 
 
 def _apart(block: QueryBlock, cache: Any, plan: Plan) -> mx.array:
-    """Every query as if it came alone: by the own kernel where that is known to be equal."""
-    own = block.own_kernel()
-    if own is not None and plan.attention is not None:
-        stretch = KeyStretch.at(rows_of(block.keys), plan.width) or KeyStretch.short()
-        if plan.attention(call_of(block, cache), stretch) == OWN_KERNEL:
-            return own.run()
-    return block.by_position()
+    """Every query as if it came alone, by the way that is known to be equal for so many keys."""
+    if plan.attention is None:
+        return block.by_position()
+    stretch = KeyStretch.at(rows_of(block.keys), plan.width) or KeyStretch.short()
+    return block.run(plan.attention(call_of(block, cache), stretch))
 
 
 @wraps(_stock_update)
@@ -171,7 +168,7 @@ def _state_update(*args: Any, **keywords: Any) -> tuple[mx.array, mx.array]:
 _UPDATE = inspect.signature(_stock_update)
 
 _NAMES = {
-    NAME: _Named("attention", base, _stock, _attention),
+    NAME: _Named(ATTENTION, base, _stock, _attention),
     STATE_UPDATE: _Named("state updates", ssm, _stock_update, _state_update),
 }
 """What is bound, by the name models import it under."""
@@ -221,7 +218,7 @@ def call_of(block: QueryBlock, cache: Any) -> AttentionCall:
         dtypes=(block.queries.dtype, keys.dtype),
         packing=packing,
         mask=block.mask.dtype if isinstance(block.mask, mx.array) else block.mask,
-        masked_alone=block.mask_alone(0) is not None,
+        masked_alone=block.mask_of(0, 1) is not None,
         sinks=block.sinks is not None,
         scale=block.scale,
         sink_values=block.sinks,
@@ -251,7 +248,7 @@ def noting(width: int) -> Iterator[Noted]:
 
 
 class MasksAlone:
-    """The masks that single tokens would meet in place of a block's mask.
+    """The masks that single tokens, and chunks of them, would meet in place of a block's mask.
 
     Attributes:
         known: the block's mask is of a form that tells them.
@@ -273,6 +270,16 @@ class MasksAlone:
         self._asked = asked if asked is not None and asked.asker is type(cache) else None
         self.known = self._spare >= 0 and (not self._array or self._fits(width, keys))
 
+    def of(self, start: int, stop: int) -> Any:
+        """The mask for queries of the block in a call of their own, over the keys up to the last of them."""
+        if stop - start == 1:
+            return self.at(start)
+        if not self._array:
+            return "causal"
+        cut = self._cut(start, stop)
+        # A cache's own mask hides what comes later; of a model's, only the columns up to a query are known.
+        return cut if self._asked is not None else _hiding_later(cut, stop - start, self._spare + stop)
+
     def at(self, position: int) -> Any:
         """The mask for the query at a position of the block alone, over the keys up to it."""
         if not self._array:
@@ -280,11 +287,20 @@ class MasksAlone:
             return None
         if self._journal is not None and self._asked is not None:
             return self._journal.mask_alone(self._asked, position)
-        mask, keys = self._mask, self._spare + position + 1
+        return self._cut(position, position + 1)
+
+    def _cut(self, start: int, stop: int) -> mx.array:
+        mask: mx.array = self._mask
         if mask.ndim > 1 and mask.shape[-2] > 1:
-            mask = mask[..., position : position + 1, :]
-        return mask[..., :keys] if mask.ndim and mask.shape[-1] > 1 else mask
+            mask = mask[..., start:stop, :]
+        return mask[..., : self._spare + stop] if mask.ndim and mask.shape[-1] > 1 else mask
 
     def _fits(self, width: int, keys: int) -> bool:
         rows, columns = ((1, 1) + tuple(self._mask.shape))[-2:]
         return rows in (1, width) and columns in (1, keys)
+
+
+def _hiding_later(mask: mx.array, queries: int, keys: int) -> mx.array:
+    """The mask, with the keys behind each query hidden from it."""
+    seen = mx.arange(keys - queries, keys)[:, None] >= mx.arange(keys)
+    return mask & seen if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-float("inf"), mask.dtype))

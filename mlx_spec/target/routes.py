@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.cache.base import Drive
-from mlx_spec.ops.attention import AttentionCall, KeyStretch
+from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.packed import HEADS
 from mlx_spec.target.swap import put_back
+
+ATTENTION = "attention"
+"""What attention is called among the things that go by position."""
 
 _swap_lock = threading.Lock()
 
@@ -44,12 +47,14 @@ class Plan:
             the keys that stand up to the query, state updates from the state before the position.
         attention: tells by which way a call of attention that goes by position may be computed all the same, for
             numbers of keys; None when it was not found out.
+        ways: the ways that it tells for the keys there are, cheapest first; for the name alone.
     """
 
     width: int
     routed: Mapping[int, Routed] = field(default_factory=dict)
     by_position: tuple[str, ...] = ()
     attention: Callable[[AttentionCall, KeyStretch], str] | None = field(default=None, compare=False, repr=False)
+    ways: tuple[str, ...] = field(default=(), compare=False)
 
     def __bool__(self) -> bool:
         """Whether anything is done otherwise than stock does it."""
@@ -59,7 +64,16 @@ class Plan:
     def name(self) -> str:
         """The routes taken, in words; empty when all are stock."""
         ops = sorted({f"{each.op.kind} {each.route}" for each in self.routed.values()})
-        return ", ".join([f"{' and '.join(self.by_position)} by position"] * bool(self.by_position) + ops)
+        return ", ".join([*self._mixing(), *ops])
+
+    def _mixing(self) -> list[str]:
+        """How mixers that take the block whole go about it."""
+        kinds, attention = list(self.by_position), []
+        if ATTENTION in kinds and set(self.ways) - {BY_POSITION}:
+            kinds.remove(ATTENTION)
+            # Where something else goes by position, what is not named is stock.
+            attention = [] if kinds and self.ways == (STOCK,) else [f"{ATTENTION} {' or '.join(self.ways)}"]
+        return attention + ([f"{' and '.join(kinds)} {BY_POSITION}"] if kinds else [])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_spec.ops.attention import AttentionCall, QueryBlock
 from mlx_spec.ops.base import Rows
 from mlx_spec.ops.linear import DenseLinear
 from mlx_spec.ops.packed import PackedLinear
@@ -159,6 +160,18 @@ def test_models_with_forks_of_their_own_stay_exact(name: str) -> None:
     assert STEP_THROUGH.name not in "".join(taken)
 
 
+GROUPED = {**DENSE, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": 1}
+"""Eight queries share a key head, so that the kernel for single queries takes four positions at a time."""
+
+
+@pytest.mark.parametrize(("width", "chunk"), [(5, 3), (8, 4), (16, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_heads_attend_in_chunks_of_queries(width: int, chunk: int, dtype: str) -> None:
+    for chip in ("gen13", "gen15"):
+        (route,) = check(Specimen("grouped", GROUPED), chip, (width,), dtype)
+        assert route.startswith(f"block, attention in chunks of {chunk}, linear")
+
+
 # Routes that break
 
 
@@ -191,6 +204,36 @@ def test_a_broken_route_of_linears_costs_the_route_and_no_token(
         spoil(monkeypatch, DenseLinear, "_batched")
     taken = check(Specimen(model, MODELS[model]), "gen15", (5,))
     assert all("linear row by row" in route and "batch axis" not in route for route in taken)
+
+
+@pytest.mark.parametrize("broken", ["an ulp off", "raises"])
+def test_broken_chunks_of_queries_cost_the_route_and_no_token(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = QueryBlock.in_chunks
+
+    def spoiled(self: QueryBlock, size: int) -> mx.array:
+        out = sound(self, size)
+        if size == 1:
+            return out
+        if broken == "raises":
+            raise RuntimeError("no such kernel on this device")
+        raw = out.view(mx.uint32)
+        raw[..., 0] += 1
+        return raw.view(out.dtype)
+
+    monkeypatch.setattr(QueryBlock, "in_chunks", spoiled)
+    (route,) = check(Specimen("grouped", GROUPED), "gen13", (5,))
+    assert route.startswith("block, attention by position, linear")
+
+
+def test_chunks_that_only_the_model_shows_to_be_unequal_cost_the_route_and_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AttentionCall, "route_over", lambda self, stretch: self.ways[-2])
+    with double(PATTERNS["gen13"]):
+        subject = Subject(Specimen("ungrouped", {**GROUPED, "head_dim": 20}), "float32", 20)
+        statistics, difference = subject.speculate(0, 8, pattern_named("cycling"), 20)
+    assert difference is None
+    assert statistics.verify_route.startswith("block, mixers by position")
 
 
 def test_a_broken_route_of_quantized_linears_costs_the_route_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch, QueryBlock
+from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch, QueryBlock, chunk_sizes, in_chunks_of
 from mlx_spec.ops.base import STOCK
 from mlx_spec.ops.choose import kinds_of_data
 from tests.bits import assert_same_bits
@@ -40,7 +41,7 @@ def drawn(keys: int, width: int, mask: Any = "causal", alone: Any = None) -> Que
     draw = next(kinds_of_data())
     block: QueryBlock = call(width).block(keys, draw)
     return QueryBlock(
-        attend, block.queries, block.keys, block.values, mask, (lambda _: None) if alone is None else alone, SCALE
+        attend, block.queries, block.keys, block.values, mask, (lambda *_: None) if alone is None else alone, SCALE
     )
 
 
@@ -95,14 +96,50 @@ def test_stock_attention_is_equal_here(dtype: mx.Dtype) -> None:
 
 
 def test_a_block_without_a_mask_sees_what_single_tokens_do_not() -> None:
-    assert call(3, mask=None).route_over(KeyStretch(512, False)) == BY_POSITION
+    # In chunks the mask is the chunk's own, whatever the block's.
+    assert call(3, mask=None).route_over(KeyStretch(512, False)) == in_chunks_of(2)
+    assert call(2, mask=None).route_over(KeyStretch(512, False)) == BY_POSITION
+
+
+def test_chunks_that_need_as_many_calls_are_tried_once_and_cut_evenly() -> None:
+    for width in range(2, 33):
+        sizes = chunk_sizes(width)
+        calls = [-(-width // size) for size in sizes]
+        assert calls == sorted(set(calls))
+        assert all(-(-width // (size - 1)) > count for size, count in zip(sizes, calls, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "keys"), [(3, 8), (5, 300), (16, 31)])
+def test_chunks_of_any_size_have_the_bits_of_single_queries_here(width: int, keys: int, dtype: mx.Dtype) -> None:
+    for mask, alone in (("causal", False), (mx.bool_, False), (mx.bool_, True), (dtype, True)):
+        block = call(width, mask, alone, dtype).block(keys, next(kinds_of_data()))
+        for way in (in_chunks_of(size) for size in chunk_sizes(width)):
+            assert_same_bits(block.run(way), block.by_position(), f"{mask} {way}")
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "way"),
+    [(24, 5, in_chunks_of(3)), (24, 8, in_chunks_of(4)), (48, 5, in_chunks_of(2)), (6, 16, in_chunks_of(8))],
+)
+def test_chunks_are_as_large_as_the_kernel_for_single_queries_takes_them(heads: int, width: int, way: str) -> None:
+    """Three key heads; the kernel takes up to 8 queries, and up to 32 that share a key head."""
+    with double(PATTERNS["gen13"]):
+        grouped = replace(call(width), queries=(1, heads, width, 64))
+        assert grouped.route_over(KeyStretch.short()) == way
+        for mask, alone in ((mx.bool_, False), (mx.bool_, True)):
+            grouped = replace(call(width, mask, alone), queries=(1, heads, width, 64))
+            assert grouped.route_over(KeyStretch.short()) == way
+    with double(PATTERNS["gen17"]):
+        # No kernel for single queries takes a mask that is an array.
+        assert grouped.route_over(KeyStretch.short()) == BY_POSITION
 
 
 def test_an_edge_counts_where_the_kernel_changes_at_it() -> None:
     with double(PATTERNS["max"]):
         # Two blocks of keys' worth: 64 blocks for one query of two heads a key head, 128 for three queries.
         assert call(3).route_over(KeyStretch(512, False)) == STOCK
-        assert call(3).route_over(KeyStretch(1024, False)) == BY_POSITION
+        assert call(3).route_over(KeyStretch(1024, False)) == in_chunks_of(2)
         assert call(2).route_over(KeyStretch(1024, False)) == STOCK
     with double(PATTERNS["gen13"]):
         assert call(3).route_over(KeyStretch(1024, True)) == STOCK

@@ -19,6 +19,8 @@ from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.adopt import Likeness, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.ops.attention import in_chunks_of
+from mlx_spec.ops.base import STOCK
 from mlx_spec.target import bindings, mixers
 from mlx_spec.target.bindings import NAME
 from mlx_spec.target.routes import BLOCK, POSITIONS, Plan, Routed, verifying
@@ -278,6 +280,35 @@ def test_every_query_has_the_bits_of_its_own_decode_where_a_block_has_not(
         assert bit_difference(text.block(None, **ASKED[asked]), want) is not None
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", CACHES)
+def test_chunks_of_queries_have_the_bits_of_decodes(kind: str, asked: str, dtype: mx.Dtype) -> None:
+    for before, width, size in ((0, 3, 2), (9, 5, 3), (30, 5, 2), (254, 16, 8)):
+        text = Text(CACHES[kind](), before, width, dtype)
+        want = text.alone(**ASKED[asked])
+        assert_same_bits(text.block(in_chunks(width, size), **ASKED[asked]), want, f"{before} + {width} by {size}")
+
+
+def in_chunks(width: int, size: int) -> Plan:
+    return Plan(width, by_position=("attention",), attention=lambda call, stretch: in_chunks_of(size))
+
+
+def all_at_once(width: int) -> Plan:
+    return Plan(width, by_position=("attention",), attention=lambda call, stretch: STOCK)
+
+
+def test_chunks_attend_over_the_keys_up_to_their_last_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Text(KVCache(), 7, 5)
+    with calls_of_stock(monkeypatch) as calls:
+        text.block(in_chunks(5, 2))
+    assert [(call[0].shape[2], call[1].shape[2], call[3]) for call in calls] == [
+        (2, 9, "causal"),
+        (2, 11, "causal"),
+        (1, 12, None),
+    ]
+
+
 def test_a_round_fed_in_two_forwards_asks_for_masks_where_the_second_begins() -> None:
     text = Text(KVCache(), 9, 6)
     want = text.alone(window_size=4)
@@ -313,12 +344,14 @@ def test_another_thread_does_not_see_the_plan(monkeypatch: pytest.MonkeyPatch) -
 # Masks that a model makes itself
 
 
-def alone_and_together(mask: Any, masks: list[Any], width: int = 3, before: int = 4) -> tuple[mx.array, mx.array]:
+def alone_and_together(
+    mask: Any, masks: list[Any], width: int = 3, before: int = 4, plan: Plan | None = None
+) -> tuple[mx.array, mx.array]:
     """A block with a mask of the model's own, by position; and each of its queries with the mask given for it."""
     keys = before + width
     shapes = ((HEADS, width, SIZE), (KEY_HEADS, keys, SIZE), (KEY_HEADS, keys, VALUES))
     q, k, v = (mx.random.normal((2, *shape), key=mx.random.key(at)) for at, shape in enumerate(shapes))
-    with verifying(by_position(width)):
+    with verifying(plan or by_position(width)):
         together: mx.array = bindings._attention(q, k, v, None, SCALE, mask)
     parts = [
         base.scaled_dot_product_attention(
@@ -336,12 +369,24 @@ def test_a_mask_made_by_the_model_is_cut_to_the_querys_row_and_its_keys(shape: t
     rows = [row if shape[-1] == 1 else row[..., : 5 + at] for at, row in enumerate(rows)]
     together, alone = alone_and_together(added, rows)
     assert_same_bits(together, alone)
+    # What the mask has for later keys is hidden from a chunk's earlier queries.
+    for plan in (in_chunks(3, 2), all_at_once(3)):
+        together, _ = alone_and_together(added, rows, plan=plan)
+        assert_same_bits(together, alone)
+    shown = mx.random.randint(0, 2, shape).astype(mx.bool_)
+    shown[..., 0] = True
+    rows = [shown if shown.ndim == 1 or shape[-2] == 1 else shown[..., at : at + 1, :] for at in range(3)]
+    rows = [row if shape[-1] == 1 else row[..., : 5 + at] for at, row in enumerate(rows)]
+    for plan in (None, in_chunks(3, 2), all_at_once(3)):
+        assert_same_bits(*alone_and_together(shown, rows, plan=plan))
 
 
 def test_a_single_number_and_no_mask_serve_every_query() -> None:
     for mask in (mx.array(0.25), None):
         together, alone = alone_and_together(mask, [mask] * 3)
         assert_same_bits(together, alone)
+    for mask, alone in ((mx.array(0.25), mx.array(0.25)), (None, None), ("causal", None)):
+        assert_same_bits(*alone_and_together(mask, [alone] * 3, plan=in_chunks(3, 2)))
     assert_same_bits(*alone_and_together("causal", [None] * 3))
 
 
@@ -391,7 +436,7 @@ def test_models_whose_attention_alone_differs_are_exact_with_it_by_position(name
 
 
 @pytest.mark.parametrize("name", ["quantized_from_0", "quantized_from_20"])
-def test_a_text_with_quantized_keys_is_exact_with_attention_by_position(name: str) -> None:
+def test_a_text_with_quantized_keys_is_exact_with_attention_in_chunks(name: str) -> None:
     mix = MIXES[name]
     with double(PATTERNS["gen15"]):
         # A model of its own: what is found out about one under the double must not answer for another test.
@@ -412,69 +457,8 @@ def test_a_text_with_quantized_keys_is_exact_with_attention_by_position(name: st
         )
         assert_same_output(out, run, 30)
         assert_same_cache(caches, run.cache_after(30))
-    assert BY_POSITION in statistics.verify_route
-
-
-# Long texts
-
-
-LONG_DENSE = {
-    "model_type": "llama",
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-
-
-def routes_over(model: Any, prompt: int, width: int, tokens: int) -> str:
-    """Routes of a run after a long prompt; all it hands out is stock's."""
-    run = run_stock(model, [(7 * place * place + 3) % VOCAB for place in range(prompt)], tokens)
-    statistics = Statistics()
-    drafter = AlternatingDrafter([*run.ids, *[0] * 9], 101, width)
-    out = list(
-        generate_step(
-            mx.array(run.prompt),
-            model,
-            max_tokens=tokens,
-            draft_model=drafter,
-            draft_block_size=width,
-            statistics=statistics,
-        )
-    )
-    assert_same_output(out, run, tokens)
-    return statistics.verify_route
-
-
-def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact() -> None:
-    with double(PATTERNS["max"]):
-        model = Specimen("long", LONG_DENSE).build("float32")
-        assert BY_POSITION not in routes_over(model, 1000, 3, 12)
-        assert BY_POSITION in routes_over(model, 1010, 3, 40)
-        assert routes_over(model, 1100, 3, 12).startswith(BY_POSITION)
-
-
-def test_a_long_text_keeps_to_blocks_where_attention_keeps_to_its_bits() -> None:
-    model = Specimen("long", LONG_DENSE).build("float32")
-    assert routes_over(model, 300, 5, 9) == "block"
-    # Nothing is bound for a text that the model's own probe speaks for.
-    assert vars(llama_file())[NAME] is base.scaled_dot_product_attention
-    for prompt in (505, 1020):
-        assert routes_over(model, prompt, 5, 16) == "block"
-
-
-def test_a_long_text_takes_mixers_by_position_where_attention_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_file(), NAME, lambda *args, **given: base.scaled_dot_product_attention(*args, **given))
-    model = Specimen("long", LONG_DENSE).build("float32")
-    assert routes_over(model, 300, 5, 9) == "block"
-    assert routes_over(model, 505, 5, 16) == "block and block, mixers by position"
+    # The values of a packed cache keep their bits for up to three queries at a time.
+    assert "block, attention in chunks of 3" in statistics.verify_route
 
 
 def test_attention_is_noted_as_the_model_calls_it_and_each_kind_once() -> None:

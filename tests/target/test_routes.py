@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as stock_generate_step
 
 from mlx_spec.cache.base import Drive
+from mlx_spec.ops.attention import BY_POSITION
 from mlx_spec.ops.base import ROWS, STOCK, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import BATCH_AXIS
@@ -141,6 +142,23 @@ def test_names_say_how_the_mixers_and_the_ops_go(model: Any) -> None:
     assert (BLOCK.name, POSITIONS.name, STEP_THROUGH.name) == ("block", "block, mixers by position", "step-through")
     assert Route(Drive.BLOCK, plan).name == "block, linear batch axis"
     assert Route(Drive.POSITIONS, plan).name == "block, mixers by position, linear batch axis"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ways", "name"),
+    [
+        (("attention",), (BY_POSITION,), "block, attention by position"),
+        (("attention",), ("in chunks of 4",), "block, attention in chunks of 4"),
+        (("attention",), (STOCK,), "block, attention stock"),
+        (("attention",), (STOCK, BY_POSITION), "block, attention stock or by position"),
+        (("attention", "state updates"), (), "block, attention and state updates by position"),
+        (("attention", "state updates"), (STOCK,), "block, state updates by position"),
+        (("attention", "state updates"), ("own kernel",), "block, attention own kernel, state updates by position"),
+        (("state updates",), (), "block, state updates by position"),
+    ],
+)
+def test_names_say_by_which_ways_attention_goes(kinds: tuple[str, ...], ways: tuple[str, ...], name: str) -> None:
+    assert Route(Drive.QUERIES, Plan(WIDTH, by_position=kinds, ways=ways)).name == name
 
 
 def test_every_subject_of_a_model_is_in_its_plan(model: Any) -> None:
