@@ -104,8 +104,8 @@ Shape = tuple[tuple[int, ...], mx.Dtype]
 
 
 def _join(outputs: list[Any], axis: int) -> Any:
-    if isinstance(outputs[0], tuple):
-        return tuple(_join(list(parts), axis) for parts in zip(*outputs, strict=True))
+    if isinstance(outputs[0], tuple | list):
+        return type(outputs[0])(_join(list(parts), axis) for parts in zip(*outputs, strict=True))
     return mx.concatenate(outputs, axis=axis) if isinstance(outputs[0], mx.array) else outputs[-1]
 
 

@@ -118,9 +118,9 @@ def kinds_of_data(seed: int = 0) -> Iterator[Draw]:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two arrays, or tuples of them, agree in shape, dtype and every bit."""
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(map(same_bits, a, b))
+    """Whether two arrays, or tuples or lists of them, agree in shape, dtype and every bit."""
+    if isinstance(a, tuple | list):
+        return isinstance(b, tuple | list) and len(a) == len(b) and all(map(same_bits, a, b))
     if not isinstance(a, mx.array):
         return bool(a == b)
     if not isinstance(b, mx.array) or a.dtype != b.dtype or a.shape != b.shape:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.ops.base import OWN_KERNEL, Op, Rows
 from mlx_spec.ops.kernel import LEAST_ELEMENTS, SIMD_LANES, Kernel, gpu_cores, kernels_run_here
@@ -58,6 +59,33 @@ class DenseLinear(Op):
         given = rows.args[0]
         columns = given.shape[-1]
         return mx.as_strided(mx.contiguous(given), (given.size // columns, 1, columns), (columns, 1, 1))
+
+
+class HeldMatrix(DenseLinear):
+    """A matrix that a module holds under some name, and that its model multiplies by without calling any module.
+
+    Attributes:
+        name: under which it is held.
+    """
+
+    def __init__(self, name: str, matrix: mx.array) -> None:
+        super().__init__(_Weight(matrix))
+        self.name = name
+
+    @property
+    def label(self) -> str:
+        outputs, inputs = self.module["weight"].shape
+        return f"{self.name} {inputs} to {outputs}"
+
+    def times(self, rows: mx.array) -> mx.array:
+        """The stock call."""
+        return rows @ self.module["weight"].T
+
+
+class _Weight(nn.Module):
+    def __init__(self, matrix: mx.array) -> None:
+        super().__init__()
+        self.weight = matrix
 
 
 _GEMV = Kernel(

@@ -19,7 +19,9 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
+from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS
+from mlx_spec.target.products import Multiply, holding_class
 from mlx_spec.target.swap import put_back
 
 ATTENTION = "attention"
@@ -134,7 +136,9 @@ def attach(model: Any, plan: Plan) -> None:
     with _swap_lock:
         for module in model.modules():
             if id(module) in plan.routed and "__routed__" not in vars(type(module)):
-                module.__class__ = _routed_class(type(module))  # type: ignore[arg-type]
+                op, base = plan.routed[id(module)].op, type(module)
+                made = _holding_class(base, op.name) if isinstance(op, HeldMatrix) else _routed_class(base)  # type: ignore[arg-type]
+                module.__class__ = made
 
 
 def detach(model: Any) -> None:
@@ -159,6 +163,23 @@ def _routed_class(base: Any) -> type[Any]:
 
     own[name] = call
     return type(base.__name__, (base,), own)
+
+
+@cache
+def _holding_class(base: Any, name: str) -> type[Any]:
+    def asked(module: Any, held: HeldMatrix) -> Multiply | None:
+        plan = _plan.get()
+        routed = None if plan is None else plan.routed.get(id(module))
+        return None if plan is None or routed is None else partial(_multiplied, held, routed, plan.width)
+
+    return holding_class(base, name, asked, __routed__=base)
+
+
+def _multiplied(held: HeldMatrix, routed: Routed, width: int, rows: mx.array) -> mx.array:
+    if not _holds((rows,), routed.axis, width):
+        return held.times(rows)
+    out: mx.array = held.run(routed.route, Rows(held.times, (rows,), routed.axis, width))
+    return out
 
 
 def own_class(swapped: type[Any]) -> type[Any]:

@@ -11,7 +11,9 @@ from mlx_spec.cache.adopt import new_caches
 from mlx_spec.ops.base import Op, Shape, WeightedModule
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.experts import EXPERTS
+from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS, LINEARS
+from mlx_spec.target import products
 from mlx_spec.target.routes import own_class
 from mlx_spec.target.trace import watched
 
@@ -22,7 +24,8 @@ def find_subjects(model: Any) -> dict[int, Subject]:
     """Every op of a model as the model calls it: id of the module -> subject.
 
     Found by tracing one forward over a token and one over three; what differs between the shapes tells which axis
-    counts positions. Modules with caches and what is not called with rows are no ops.
+    counts positions. Modules with caches and what is not called with rows are no ops. A product that the model makes
+    itself counts as the module that holds the matrix.
 
     Cost:
         Two forwards on fresh caches, of which nothing is evaluated but what the model itself reads.
@@ -63,7 +66,10 @@ def _calls(model: Any, tokens: int) -> dict[int, _Seen]:
         if made_by is not None and args and isinstance(args[0], mx.array):
             seen[id(module)] = _Seen(made_by(module), args, partial(getattr(own, method), module))
 
-    with watched(model, entered):
+    def multiplied(module: Any, held: HeldMatrix, rows: mx.array) -> None:
+        seen.setdefault(id(module), _Seen(held, (rows,), held.times))
+
+    with products.watched(model, multiplied), watched(model, entered):
         model(mx.zeros((1, tokens), mx.int32), cache=new_caches(model))
     return seen
 

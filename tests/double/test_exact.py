@@ -172,6 +172,27 @@ def test_grouped_heads_attend_in_chunks_of_queries(width: int, chunk: int, dtype
         assert route.startswith(f"block, attention in chunks of {chunk}, linear")
 
 
+BY_THEMSELVES = {
+    "minicpm, tied": "linear",
+    "seed_oss, tied": "linear",
+    "talkie": "linear",
+    "afm7": "module row by row",
+}
+"""Models that multiply by a matrix themselves, or whose linear splits what it gives; and what of it goes by its row."""
+
+
+@pytest.mark.parametrize("chip", ["gen13", "gen17"])
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_models_that_multiply_by_themselves_are_verified_in_blocks(name: str, chip: str) -> None:
+    taken = check(named(name), chip, (3, 8))
+    assert all(route.startswith("block, attention") and BY_THEMSELVES[name] in route for route in taken)
+
+
+def test_a_tied_head_of_llama4_is_verified_in_blocks() -> None:
+    tied = Specimen("tied", {**named("llama4_text").config, "tie_word_embeddings": True})
+    assert STEP_THROUGH.name not in "".join(check(tied, "gen15", (3, 8)))
+
+
 # Routes that break
 
 

@@ -106,6 +106,25 @@ def test_a_module_may_give_several_results_and_take_arguments_without_positions(
         assert_same_bits(got, want)
 
 
+def test_a_module_may_give_a_list_of_results() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = mx.random.normal((6, INPUTS))
+
+        def __call__(self, x: mx.array) -> list[mx.array]:
+            return mx.split(x @ self.weight.T, [2, 3], axis=-1)
+
+    module, given = Split(), mx.random.normal((1, 5, INPUTS))
+    got = WeightedModule(module).run(ROWS, Rows(module, (given,), 1, 5))
+    assert isinstance(got, list)
+    for one, want in zip(got, module(given), strict=True):
+        assert_same_bits(one, want)
+    assert choose(subject(WeightedModule(module)), 5) == STOCK
+    with double(PATTERNS["gen15"]):
+        assert choose(subject(WeightedModule(module)), 5) == ROWS
+
+
 # Choosing
 
 
