@@ -15,15 +15,12 @@ from mlx.utils import tree_flatten
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
+from mlx_spec.drafters.quantization import DEFAULTS
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.pairing import load_drafter, settings_folder, target_without_weights
 
 _ABOUT_THE_WHOLE = ("quantization", "quantization_config", "architectures", "auto_map", "block_size")
 """Settings that are not the prediction layer's."""
-
-
-DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
-"""Mode -> group size and bits where none are given, as in mlx-lm."""
 
 
 def split(source: str | Path, out: Path, quantize: Mapping[str, Any] | None = None) -> Path:
