@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
+from mlx_spec.drafters.mtp.files import DECLARED_COUNTS
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
 from mlx_spec.drafters.quantization import DEFAULTS
@@ -60,7 +61,11 @@ def _config(source: dict[str, Any], drafter: MtpDrafter, quantize: Mapping[str, 
         "model_type": drafter.layout.split_type,
         "num_nextn_predict_layers": 1,
         "block_size": drafter.default_width,
-        "text_config": {key: value for key, value in text.items() if key not in _ABOUT_THE_WHOLE},
+        "text_config": {
+            key: 1 if key in DECLARED_COUNTS and value else value
+            for key, value in text.items()
+            if key not in _ABOUT_THE_WHOLE
+        },
     }
     if quantize is not None:
         config["quantization"] = dict(quantize)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_spec.drafters.checkpoint import read_config
-from mlx_spec.drafters.mtp.config import check_settings, width_of
+from mlx_spec.drafters.mtp.config import check_settings, depths, width_of
 from mlx_spec.drafters.mtp.files import find
 from mlx_spec.drafters.mtp.layouts import layout_of
-from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor, target_args
+from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor
 from mlx_spec.drafters.mtp.stored_packing import quantize_as_stored
 from mlx_spec.drafters.mtp.weights import assign, file_name
 from mlx_spec.drafters.quantization import quantize_on_load
@@ -43,7 +43,8 @@ def load(
         UnsupportedOption: `taps` was given, or `quantize` cannot be done.
 
     Warns:
-        UserWarning: names the matrices that `quantize` leaves as they are.
+        UserWarning: names the matrices that `quantize` leaves as they are, copies of the target's embedding and head
+            that are none, and prediction layers past the first.
     """
     last = target.layer_count - 1
     if taps is not None and tuple(taps) != (last,):
@@ -52,14 +53,28 @@ def load(
         )
     layout = layout_of(target.name)
     config = read_config(folder)
-    check_settings(config, folder, target_args(target), target.name)
+    check_settings(config, folder, target, layout)
     stored = find(folder, config, layout, target.layer_count)
+    layout = layout.as_stored(stored.tensors)
     predictor, sole = new_predictor(layout, target)
     quantize_as_stored(predictor, layout, stored)
     assign(predictor, layout, stored)
+    _tell_of_further_layers(config, folder)
     if quantize is not None:
         left = quantize_on_load(predictor, quantize, _ROUTERS)
         if left:
             names = ", ".join(stored.full_name(file_name(f"{name}.weight", layout)) for name in left)
             warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {names}", stacklevel=4)
-    return MtpDrafter(folder.name, layout, MtpNetwork(predictor, sole), target, width_of(config, folder, layout))
+    return MtpDrafter(
+        folder.name, layout, MtpNetwork(predictor, sole, layout), target, width_of(config, folder, layout)
+    )
+
+
+def _tell_of_further_layers(config: Mapping[str, Any], folder: Path) -> None:
+    count = depths(config, folder)
+    if count > 1:
+        warnings.warn(
+            f"{folder} has {count} prediction layers, one per depth. The first is read and drafts every token, so "
+            "proposals past the first of a round are right less often than they could be.",
+            stacklevel=5,
+        )
