@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_spec.drafters.checkpoint import read_config
 from mlx_spec.drafters.mtp.config import check_settings, depths, width_of
+from mlx_spec.drafters.mtp.copies import differing_copies
 from mlx_spec.drafters.mtp.files import find
 from mlx_spec.drafters.mtp.layouts import layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor
@@ -60,6 +61,12 @@ def load(
     quantize_as_stored(predictor, layout, stored)
     assign(predictor, layout, stored)
     _tell_of_further_layers(config, folder)
+    for name in differing_copies(stored, layout, target):
+        warnings.warn(
+            f"{stored.full_name(name)} in {folder} is not the target's {layout.copies[name]}, which serves in its "
+            "place. Is this the prediction layer of another model?",
+            stacklevel=4,
+        )
     if quantize is not None:
         left = quantize_on_load(predictor, quantize, _ROUTERS)
         if left:
