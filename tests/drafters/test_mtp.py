@@ -221,6 +221,33 @@ def test_rows_of_a_batch_draft_as_they_do_alone(family: str) -> None:
     assert together == [cold(family, *texts[row]).propose([4 + row], 3).tolist()[0] for row in range(3)]
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "longcat_flash", "step3p5"])
+@pytest.mark.parametrize("stray", [None, 0, 1, 2])
+def test_rows_of_a_batch_catch_up_each_with_its_own_tokens(family: str, stray: int | None) -> None:
+    # A proposal was made on each row's bonus; at most one of them was then not what its row went on with.
+    texts = [text(family, 12, seed) for seed in (1, 2, 3)]
+    state = drafter(family).open(target(family))
+    state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
+    state.propose([(ids[6] + (row == stray)) % VOCAB for row, (ids, _) in enumerate(texts)], 3)
+    state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
+    together = state.propose([4, 5, 6], 3).tolist()
+    alone = [cold(family, ids[:9], hidden[:, :9]).propose([4 + row], 3) for row, (ids, hidden) in enumerate(texts)]
+    assert together == [proposed.tolist()[0] for proposed in alone]
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 32), (2, 2, 32), (2, 3, 31), (2, 3, 64), (6, 32), None])
+def test_states_of_another_shape_are_refused(shape: tuple[int, ...] | None) -> None:
+    state = drafter("deepseek_v3").open(target("deepseek_v3"))
+    with pytest.raises(ValueError, match=r"expected \[B, T, 32\]"):
+        state.read_prompt([[1, 2, 3], [4, 5, 6]], None if shape is None else mx.zeros(shape))
+
+
+def test_rows_of_unequal_length_are_refused_and_not_padded() -> None:
+    state = drafter("deepseek_v3").open(target("deepseek_v3"))
+    with pytest.raises(ValueError, match=r"for rows of \[3, 2\] tokens"):
+        state.read_prompt([[1, 2, 3], [4, 5]], mx.zeros((2, 3, 32)))
+
+
 # Cost
 
 
