@@ -72,21 +72,14 @@ def check_settings(config: Mapping[str, Any], folder: Path, target: Target, layo
         )
 
 
-def width_of(config: Mapping[str, Any], folder: Path, layout: Layout) -> int:
-    """Tokens per verify call: what the checkpoint names as `block_size`, or the family's."""
+def width_of(config: Mapping[str, Any], folder: Path, layout: Layout, depths: int) -> int:
+    """Tokens per verify call: what the checkpoint names as `block_size`, or the family's, or what its depths draft."""
     width = config.get("block_size")
     if width is None:
-        return layout.width
+        return layout.width if depths == 1 else depths + 1
     if type(width) is not int or width < 2:
         raise CheckpointError(f"{folder / CONFIG_NAME}: block_size is {width!r}, expected an integer of at least 2")
     return width
-
-
-def depths(config: Mapping[str, Any], folder: Path) -> int:
-    """How many prediction layers the config speaks of; 1 where it says nothing."""
-    stated = text_settings(config, folder / CONFIG_NAME)
-    counts = [count for key in DECLARED_COUNTS if type(count := stated.get(key)) is int]
-    return max([1, *counts])
 
 
 def _refuse_unsupported(stated: Mapping[str, Any], path: Path, layout: Layout) -> None:

@@ -3,8 +3,8 @@
 A prediction layer is one decoder layer of the target's own architecture between a projection and a norm:
 norm(layer(projection([embedding_norm(E[token at t + 1]), hidden_norm(h[t])]))).
 
-Source: DeepSeek-V3 technical report 2024, arXiv:2412.19437, section 2.2. Left out: several layers, one per depth; where
-a checkpoint has them, the first drafts every token.
+Source: DeepSeek-V3 technical report 2024, arXiv:2412.19437, section 2.2. Several layers, one per depth, are in
+`depths.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layout:
         reads_normed: the hidden states are those after a norm, the target's final one or the layer's own; otherwise
             those before it, and the norm is passed on the way to the head alone.
         zero_centred: norm weights are kept as w - 1, as the architecture's other norms are, until converted for MLX.
-        one_per_depth: checkpoints have several prediction layers. The first drafts every token.
+        one_per_depth: checkpoints have several prediction layers, whose places differ in "{n}". Each drafts one token.
         settings: key of config.json -> what it may say. Anything else describes a layer that is not known.
         split_type: `model_type` of a folder that holds the prediction layer alone.
         width: tokens per verify call where the checkpoint names none.
@@ -113,7 +113,7 @@ def _next_in_every_list(args: Any, layers: int) -> Mapping[str, object]:
     short = [name for name in ("layer_types", "rope_theta") if name in lists and len(lists[name]) <= layers]
     if short or "layer_types" not in lists:
         raise IncompatiblePair(
-            f"the target's {' and '.join(short) or 'layer_types'} say nothing of a layer past its {layers}, so it is "
+            f"the target's {' and '.join(short) or 'layer_types'} say nothing of layer {layers}, so it is "
             "not known what kind of layer predicts. Load the target from its original repository."
         )
     entries = {name: value[layers : layers + 1] for name, value in lists.items()}

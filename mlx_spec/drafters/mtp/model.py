@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.chain import ChainNetwork, ChainState
+from mlx_spec.drafters.mtp.depths import DepthsState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.sampling import random_state_kept
@@ -61,13 +62,13 @@ class Predictor(nn.Module):
         return states
 
 
-def new_predictor(layout: Layout, target: Target) -> tuple[Predictor, nn.Module]:
-    """A prediction layer with weights yet to come, and the mlx-lm model of one layer it is made of.
+def new_predictor(layout: Layout, target: Target, depth: int = 0) -> tuple[Predictor, nn.Module]:
+    """The prediction layer of a depth with weights yet to come, and the mlx-lm model of one layer it is made of.
 
     Cost:
         Nothing is evaluated. The thread's random state is left as it was, though mlx draws first weights from it.
     """
-    args = prediction_args(layout, target)
+    args = prediction_args(layout, target, depth)
     with random_state_kept():
         module = importlib.import_module(layout.builder or f"mlx_lm.models.{layout.module}")
         sole = getattr(module, layout.model)(args)
@@ -85,11 +86,11 @@ def target_args(target: Target) -> Any:
     return target.anatomy.text_model(target.model).args
 
 
-def prediction_args(layout: Layout, target: Target) -> Any:
+def prediction_args(layout: Layout, target: Target, depth: int = 0) -> Any:
     """The target's arguments, changed so that the only layer is one that predicts."""
     args = copy.deepcopy(target_args(target))
     told = layout.sole_layer
-    return dataclasses.replace(args, **(told(args, target.layer_count) if callable(told) else told))
+    return dataclasses.replace(args, **(told(args, target.layer_count + depth) if callable(told) else told))
 
 
 class MtpNetwork(ChainNetwork):
@@ -143,13 +144,14 @@ class MtpNetwork(ChainNetwork):
 
 
 class MtpDrafter(Drafter):
-    """A prediction layer, ready to draft. Requests share it; each opens a state of its own."""
+    """A prediction layer, or one per depth, ready to draft. Requests share it; each opens a state of its own."""
 
     kind = "mtp"
 
-    def __init__(self, name: str, layout: Layout, network: MtpNetwork, target: Target, width: int) -> None:
+    def __init__(self, name: str, layout: Layout, networks: Sequence[MtpNetwork], target: Target, width: int) -> None:
         self.name = name
-        self.network = network
+        self.networks = tuple(networks)
+        self.network = self.networks[0]
         self.layout = layout
         self.default_width = width
         self.taps = (target.layer_count - 1,)
@@ -176,6 +178,8 @@ class MtpDrafter(Drafter):
                 "Use a drafter made for this target."
             )
 
-    def open(self, target: Target, start: int = 0) -> ChainState:
+    def open(self, target: Target, start: int = 0) -> ChainState | DepthsState:
         """Make the state for one request; see `Drafter.open`."""
+        if len(self.networks) > 1:
+            return DepthsState(self.networks, target, start)
         return ChainState(self.network, target, start)
