@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
+from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnknownDrafter, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.pairing import load, load_drafter
@@ -98,6 +99,11 @@ def _add_speculation_flags(flags: argparse.ArgumentParser) -> None:
     group = flags.add_argument_group("speculation")
     group.add_argument("--draft-model", help="path or hub id of a drafter or a small language model, or 'ngram'")
     group.add_argument("--draft-kind", help=f"one of {', '.join(KNOWN_DRAFTER_KINDS)}; resolved when left out")
+    group.add_argument(
+        "--draft-quantize",
+        metavar="BITS[,GROUP_SIZE]",
+        help=f"quantize the drafter once it is loaded: bits and group size, or one of {', '.join(DEFAULTS)}",
+    )
     group.add_argument("--draft-block-size", type=int, help="verify width: the newest token and the proposals after it")
     group.add_argument("--num-draft-tokens", type=int, help="proposals per round: the verify width less one")
     group.add_argument("--verify", default="exact", help="exact, or fast: may differ from plain decoding at near-ties")
@@ -209,6 +215,7 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
         tokenizer_config = _json_object(metadata.get("tokenizer_config", "{}"), what, _SAVE_ONE)
         model_path = _same_model(model_path, metadata.get("model"))
     draft_model = _draft_source(args, demo=model_path is None)
+    quantize = _draft_quantize(args, draft_model)
     if model_path is None:
         model_path = str(demo_target_path(progress=_say))
     model, tokenizer = load(model_path, adapter_path=args.adapter_path, tokenizer_config=tokenizer_config)
@@ -217,7 +224,7 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
             tokenizer.add_eos_token(token)
     drafter = None
     if draft_model is not None:
-        drafter = load_drafter(draft_model, target=model, kind=args.draft_kind)
+        drafter = load_drafter(draft_model, target=model, kind=args.draft_kind, quantize=quantize)
     key = cast(list[int], random_key().tolist())
     return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args, key), drafter
 
@@ -236,6 +243,18 @@ def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:
     if kind is not None:
         raise InvalidRequest(f"--draft-kind {kind} needs --draft-model, the path or hub id of such a drafter.")
     return None
+
+
+def _draft_quantize(args: argparse.Namespace, draft_model: str | None) -> dict[str, Any] | None:
+    given = args.draft_quantize
+    if given is None:
+        return None
+    if draft_model is None:
+        raise InvalidRequest(f"--draft-quantize {given} quantizes a drafter: give one with --draft-model.")
+    try:
+        return parse_short(given)
+    except ValueError as error:
+        raise InvalidRequest(f"--draft-quantize: {error}") from None
 
 
 _UNREADABLE = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)

@@ -109,7 +109,7 @@ def target_without_weights(path_or_id: str | Path) -> Target:
         raise UnsupportedOption(f"{folder / CONFIG_NAME}: model_type is {model_type!r}, for which mlx-lm has no module")
     with telling(folder):
         module = import_module(f"mlx_lm.models.{name}")
-        return Target(module.Model(module.ModelArgs.from_dict(config)))
+        return Target(module.Model(module.ModelArgs.from_dict(config)), has_weights=False)
 
 
 def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:

@@ -13,17 +13,15 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
+from mlx_spec.drafters.mtp.files import place_alone
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
+from mlx_spec.drafters.quantization import DEFAULTS
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.pairing import load_drafter, settings_folder, target_without_weights
 
 _ABOUT_THE_WHOLE = ("quantization", "quantization_config", "architectures", "auto_map", "block_size")
 """Settings that are not the prediction layer's."""
-
-
-DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
-"""Mode -> group size and bits where none are given, as in mlx-lm."""
 
 
 def split(source: str | Path, out: Path, quantize: Mapping[str, Any] | None = None) -> Path:
@@ -47,8 +45,11 @@ def split(source: str | Path, out: Path, quantize: Mapping[str, Any] | None = No
     drafter = load_drafter(source, target, kind="mtp", quantize=quantize)
     if not isinstance(drafter, MtpDrafter):
         raise UnsupportedOption(f"{source} is a drafter of kind {drafter.kind!r}: it needs no splitting")
+    count = len(drafter.networks)
     tensors = {
-        file_name(name, drafter.layout): array for name, array in tree_flatten(drafter.network.predictor.parameters())
+        place_alone(depth, count) + file_name(name, drafter.layout): array
+        for depth, network in enumerate(drafter.networks)
+        for name, array in tree_flatten(network.predictor.parameters())
     }
     out.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(out / "model.safetensors"), tensors, {"format": "mlx"})
@@ -61,7 +62,7 @@ def _config(source: dict[str, Any], drafter: MtpDrafter, quantize: Mapping[str, 
     text = source.get("text_config", source)
     config: dict[str, Any] = {
         "model_type": drafter.layout.split_type,
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": len(drafter.networks),
         "block_size": drafter.default_width,
         "text_config": {key: value for key, value in text.items() if key not in _ABOUT_THE_WHOLE},
     }

@@ -18,6 +18,9 @@ from tests.checkpoints import ASCII, WIDE, write_target
 from tests.commandlines import Outcome, mlx_lm_text, run
 from tests.drafters.eagle3_files import FLAT, write
 
+# The fixture is so small that no format fits all of its matrices.
+pytestmark = pytest.mark.filterwarnings("ignore:.*not quantized, their rows are no whole groups")
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Tell me about the sea, the sea and the sea."
 
@@ -89,6 +92,7 @@ DRAFT_FLAGS: dict[str, tuple[Any, ...]] = {
     "plain": (),
     "eagle3": ("--draft-model", FLAT),
     "eagle3_named": ("--draft-model", FLAT, "--draft-kind", "eagle3", "--num-draft-tokens", "4"),
+    "eagle3_quantized": ("--draft-model", FLAT, "--draft-quantize", "4,32"),
     "ngram_by_kind": ("--draft-kind", "ngram"),
     "fast": ("--draft-model", "ngram", "--verify", "fast"),
 }
@@ -118,6 +122,31 @@ def test_a_seed_gives_the_same_text_with_and_without_speculation(
     texts = {run(capsys, *common, *draft).out for draft in DRAFT_FLAGS.values()}
     assert len(texts) == 1
     assert run(capsys, *common[:-1], "12").out not in texts
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("4", {"group_size": 64, "bits": 4, "mode": "affine"}),
+        ("8,32", {"group_size": 32, "bits": 8, "mode": "affine"}),
+        ("mxfp4", {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+    ],
+)
+def test_the_drafter_is_loaded_in_the_format_asked_for(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str, wanted: object
+) -> None:
+    seen = []
+
+    def load_drafter(*args: Any, **keywords: Any) -> Any:
+        seen.append(keywords.pop("quantize"))
+        return original(*args, **keywords)
+
+    original = commandline.load_drafter
+    monkeypatch.setattr(commandline, "load_drafter", load_drafter)
+    flags = ("--model", target, "--prompt", PROMPT, "-m", "4", "--draft-model", FLAT)
+    assert run(capsys, *flags, "--draft-quantize", given).code == 0
+    assert run(capsys, *flags).code == 0
+    assert seen == [wanted, None]
 
 
 def test_further_end_tokens_end_the_text_as_they_do_in_mlx_lm(

@@ -120,6 +120,33 @@ def test_a_damaged_target_is_refused_with_what_is_wrong(
 # Drafters
 
 
+@pytest.mark.parametrize(
+    ("given", "draft", "words"),
+    [
+        ("four", FLAT, "got 'four', expected bits per weight"),
+        ("4,32,8", FLAT, "got '4,32,8'"),
+        ("4,", FLAT, "got '4,'"),
+        ("-4", FLAT, "got '-4'"),
+        ("", FLAT, "got ''"),
+        ("7", FLAT, "'bits': 7"),
+        ("0", FLAT, "greater than 0"),
+        ("4,48", FLAT, "'group_size': 48"),
+        ("4,128", FLAT, "rows that are a multiple of 128"),
+        ("4", "ngram", "an n-gram drafter is text alone"),
+    ],
+)
+def test_a_format_that_the_drafter_cannot_have_is_refused(
+    capsys: pytest.CaptureFixture[str], target: Path, given: str, draft: str | Path, words: str
+) -> None:
+    line = refuse(capsys, "--model", target, *PROMPT, "--draft-model", draft, f"--draft-quantize={given}")
+    assert words in line
+
+
+def test_a_format_without_a_drafter_is_refused(capsys: pytest.CaptureFixture[str], target: Path) -> None:
+    line = refuse(capsys, "--model", target, *PROMPT, "--draft-quantize", "4")
+    assert "--draft-quantize 4 quantizes a drafter: give one with --draft-model" in line
+
+
 @pytest.mark.parametrize("path", MISSING_MODELS)
 def test_an_unknown_drafter_path_is_named(capsys: pytest.CaptureFixture[str], target: Path, path: str) -> None:
     assert repr(path) in refuse(capsys, "--model", target, *PROMPT, "--draft-model", path)

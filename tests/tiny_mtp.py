@@ -13,7 +13,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import longcat_flash
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.target.model import Target
@@ -89,6 +90,114 @@ CONFIGS: Mapping[str, Config] = {
         "rope_theta": 1e4,
         "num_nextn_predict_layers": 1,
     },
+    "step3p5": {
+        "model_type": "step3p5",
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "num_attention_heads": 4,
+        "num_attention_groups": 2,
+        "head_dim": 12,
+        "intermediate_size": 52,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": [1e4, 2e4, 1e4, 3e4, 1e4],
+        "sliding_window": 6,
+        # Two entries past the model's layers, one for each that predicts.
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "partial_rotary_factors": [0.5, 1.0, 0.5, 0.5, 1.0],
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 3},
+        "moe_num_experts": 5,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 20,
+        "share_expert_dim": 24,
+        "moe_layers_enum": "1,2",
+        "swiglu_limits": [0.0, 0.0, 7.0, 0.0, 0.0],
+        "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5, 0.0],
+        "num_nextn_predict_layers": 1,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "hidden_size": 40,
+        "vocab_size": VOCAB,
+        "intermediate_size": 52,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "attention_bias": False,
+        "mamba_num_heads": 3,
+        "mamba_head_dim": 8,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "hybrid_override_pattern": "ME*",
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_group": 1,
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "num_nextn_predict_layers": 1,
+        "mtp_hybrid_override_pattern": "*E",
+    },
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 40,
+        "intermediate_size": 52,
+        "moe_intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "is_moe_layer": [False, True, True],
+        "rope_theta": 1e4,
+        "num_nextn_predict_layers": 1,
+        "mtp_layer_types": ["full_attention"],
+        "mtp_sliding_windows": [0],
+    },
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "hidden_size": 36,
+        "ffn_hidden_size": 52,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 20,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "num_layers": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 14,
+        "q_lora_rank": 18,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
+        "routed_scaling_factor": 1.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 1,
+    },
 }
 """config.json of families without a fixture."""
 
@@ -99,30 +208,51 @@ FAMILIES = (*FROM_FIXTURES, *CONFIGS)
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls the parts of its prediction layer, after the place."""
+    """What a family calls the parts of its prediction layer, after the place, and what is special about it."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str
     final_norm: str
     place: str
+    layer: str = ""
+    copies: tuple[str, ...] = ()
+    hidden_first: bool = False
+    zero_centred: bool = False
+    reads_normed: bool = True
 
 
-_NEXTN = Names("enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.3.")
-_QWEN = Names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.")
-_MIMO = Names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "model.mtp_layers.0.")
+_NEXTN = Names(
+    *("enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.3."),
+    copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
+_QWEN = Names(
+    *("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp."), layer="layers.0.", zero_centred=True
+)
+_NAMES = {
+    "kimi_k25": replace(_NEXTN, place="language_model.model.layers.3."),
+    "mimo": Names(
+        *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "model.mtp_layers.0."),
+        hidden_first=True,
+    ),
+    "step3p5": replace(
+        _NEXTN, layer="transformer.", copies=("tok_embeddings.weight",), zero_centred=True, reads_normed=False
+    ),
+    "nemotron_h": Names(
+        *("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm", "mtp."), layer="layers."
+    ),
+    "exaone_moe": replace(_QWEN, zero_centred=False),
+    "longcat_flash": Names(
+        *("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm", "model.mtp."),
+        layer="layers.0.",
+        copies=("embed_tokens.weight",),
+    ),
+}
 
 
 def names_of(family: str) -> Names:
     """The parts' names in a family's checkpoint."""
-    if family.startswith("qwen"):
-        return _QWEN
-    if family == "kimi_k25":
-        return Names(
-            *(_NEXTN.embedding_norm, _NEXTN.hidden_norm, _NEXTN.projection, _NEXTN.final_norm),
-            "language_model.model.layers.3.",
-        )
-    return _MIMO if family == "mimo" else _NEXTN
+    return _QWEN if family.startswith("qwen") else _NAMES.get(family, _NEXTN)
 
 
 @functools.cache
@@ -135,6 +265,9 @@ def checkpoint(family: str) -> tuple[Config, Mapping[str, mx.array]]:
     assert isinstance(tensors, dict)
     for name in [name for name in tensors if name.endswith("embed_tokens.weight")]:
         tensors[name] = tensors[name] * LOUDNESS
+    for part in names_of(family).copies if family in ("deepseek_v3", "glm4_moe") else ():
+        # Random in the fixtures; published ones are the target's.
+        tensors[f"{_NEXTN.place}{part}"] = tensors["lm_head.weight" if "head" in part else "model.embed_tokens.weight"]
     return json.loads((folder / "config.json").read_text()), tensors
 
 
@@ -171,35 +304,109 @@ def write_planted(folder: Path, family: str) -> Path:
 
 @functools.cache
 def deeper(family: str) -> nn.Module:
-    """The family's mlx-lm model with one layer more: its last is the prediction layer's."""
+    """The family's mlx-lm model with one layer more, or two: its last is the prediction layer's."""
     config = json.loads(json.dumps(CONFIGS[family]))
     text = config.get("text_config", config)
-    text["num_hidden_layers"] += 1
+    if family == "nemotron_h":
+        text["hybrid_override_pattern"] += "*E"
+    elif family != "longcat_flash":
+        text["num_hidden_layers"] += 1
+    if family == "exaone_moe":
+        text["layer_types"].append("full_attention")
+        text["is_moe_layer"].append(False)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    return randomise(lambda: module.Model(module.ModelArgs.from_dict(config)), seed=4)
+    args = module.ModelArgs.from_dict(config)
+
+    def build() -> nn.Module:
+        model: nn.Module = module.Model(args)
+        if family == "longcat_flash":
+            model.layers.append(OneAttention(args))
+        return model
+
+    return randomise(build, seed=4)
+
+
+class OneAttention(nn.Module):
+    """LongCat-Flash's prediction layer: mlx-lm has its parts, and no layer of one attention and no experts."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.self_attn = longcat_flash.LongcatFlashMLA(args)
+        self.mlp = longcat_flash.LongcatFlashMLP(args)
+        self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache[0])
+        out: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 _EXPERTS = re.compile(r"(.*\.)switch_mlp\.(\w+)\.weight")
-_LATENTS = re.compile(r"(.*\.self_attn\.)embed_q\.weight")
+_LATENTS = re.compile(r"(.*\.self_attn\.(?:\d\.)?)embed_q\.weight")
+_EXPERT_PARTS = {"fc1": "up_proj", "fc2": "down_proj"}
+
+_STORED_AS: Mapping[str, Mapping[str, str]] = {
+    # Its experts stay side by side.
+    "step3p5": {
+        r"mlp\.switch_mlp\.": "moe.",
+        r"mlp\.gate\.gate\.": "moe.gate.",
+        r"mlp\.gate\.router_bias": "moe.router_bias",
+        r"mlp\.share_expert\.": "share_expert.",
+    },
+    "exaone_moe": {r"mlp\.gate\.e_score_correction_bias": "mlp.e_score_correction_bias"},
+    "longcat_flash": {r"(?<=layers\.2\.)mlp\.": "transformer_layer.mlp."},
+}
+"""Family -> part of a name in mlx-lm -> in the files."""
 
 
 def _published(family: str) -> Tensors:
     """The deeper model's weights under the names and in the shapes of published checkpoints, and the other parts."""
-    model = deeper(family)
+    model, names = deeper(family), names_of(family)
     own = dict(tree_flatten(model.parameters()))
     tensors: Tensors = {}
     for name, array in own.items():
         experts, latents = _EXPERTS.fullmatch(name), _LATENTS.fullmatch(name)
-        if experts:
+        if experts and family != "step3p5":
+            part = _EXPERT_PARTS.get(experts[2], experts[2])
             for each in range(array.shape[0]):
-                tensors[f"{experts[1]}experts.{each}.{experts[2]}.weight"] = array[each]
+                tensors[f"{experts[1]}experts.{each}.{part}.weight"] = array[each]
         elif latents:
             both = [array.swapaxes(-1, -2), own[f"{latents[1]}unembed_out.weight"]]
             joined = mx.concatenate(both, axis=1)
             tensors[f"{latents[1]}kv_b_proj.weight"] = joined.reshape(-1, joined.shape[-1])
         elif not name.endswith("unembed_out.weight"):
-            tensors[name] = array
-    names, size = names_of(family), model.args.hidden_size if family == "mimo" else 36
+            tensors[name] = array.moveaxis(1, 2) if "conv1d.weight" in name else array
+    for part, stored in _STORED_AS.get(family, {}).items():
+        tensors = {re.sub(part, stored, name): array for name, array in tensors.items()}
+    tensors = {_placed(name, family): array for name, array in tensors.items()}
+    if family in ("step3p5", "exaone_moe"):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * LOUDNESS
+    _add_parts(tensors, family)
+    if names.zero_centred:
+        tensors = {name: array - 1 if _is_norm(name) else array for name, array in tensors.items()}
+    return tensors
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name and name.endswith(".weight")
+
+
+def _placed(name: str, family: str) -> str:
+    """A name in the deeper model, with the prediction layer's in its place."""
+    names = names_of(family)
+    if family == "nemotron_h":
+        layer = re.fullmatch(r"backbone\.layers\.([34])\.(.*)", name)
+        return f"{names.place}{names.layer}{int(layer[1]) - 3}.{layer[2]}" if layer else name
+    layer = re.fullmatch(r"((?:language_model\.)?model\.)layers\.([23])\.(.*)", name)
+    last = "2" if family == "longcat_flash" else "3"
+    return f"{names.place}{names.layer}{layer[3]}" if layer and layer[2] == last else name
+
+
+def _add_parts(tensors: Tensors, family: str) -> None:
+    """What stands around the decoder layer, and what else is beside it."""
+    names, config = names_of(family), CONFIGS[family]
+    size = config.get("text_config", config)["hidden_size"]
     rng = np.random.default_rng(7)
 
     def normal(*shape: int) -> mx.array:
@@ -208,13 +415,12 @@ def _published(family: str) -> Tensors:
     for part in (names.embedding_norm, names.hidden_norm, names.final_norm):
         tensors[f"{names.place}{part}.weight"] = 1 + 0.1 * normal(size)
     tensors[f"{names.place}{names.projection}.weight"] = normal(size, 2 * size) / (2 * size) ** 0.5
-    if family == "mimo":
-        for name in [name for name in tensors if name.startswith("model.layers.3.")]:
-            tensors[name.replace("model.layers.3.", names.place)] = tensors.pop(name)
-    else:
-        tensors[f"{names.place}embed_tokens.weight"] = normal(VOCAB, size)
-        tensors[f"{names.place}shared_head.head.weight"] = normal(VOCAB, size)
-    return tensors
+    before = "language_model." if family == "kimi_k25" else ""
+    for part in names.copies:
+        same = f"{before}lm_head.weight" if "head" in part else f"{before}model.embed_tokens.weight"
+        tensors[f"{names.place}{part}"] = tensors[same]
+    if family == "step3p5":
+        tensors[f"{names.place}shared_head.output.weight"] = normal(VOCAB, size)
 
 
 # A prediction layer that is often right
@@ -229,18 +435,19 @@ def _plant(tensors: Tensors, family: str) -> None:
     for name, array in tensors.items():
         if name.startswith(names.place) and re.search(r"o_proj|down_proj", name):
             tensors[name] = mx.zeros_like(array)
-    one = mx.zeros if names is _QWEN else mx.ones
+    one = mx.zeros if names.zero_centred else mx.ones
     size = own.hidden_size
     for part in (names.embedding_norm, names.hidden_norm):
         tensors[f"{names.place}{part}.weight"] = one((size,))
-    (norm,) = [
-        array for name, array in tensors.items() if re.fullmatch(r"(model\.|language_model\.)*norm\.weight", name)
-    ]
+    final = r"(model\.|language_model\.|backbone\.)*norm(_f)?\.weight"
+    (norm,) = [array for name, array in tensors.items() if re.fullmatch(final, name)]
     tensors[f"{names.place}{names.final_norm}.weight"] = norm
-    tensors[f"{names.place}{names.projection}.weight"] = _fitted(own, hidden_first=family == "mimo")
+    tensors[f"{names.place}{names.projection}.weight"] = _fitted(own, names)
+    if family == "step3p5":
+        tensors[f"{names.place}shared_head.output.weight"] = tensors["lm_head.weight"]
 
 
-def _fitted(own: Target, hidden_first: bool) -> mx.array:
+def _fitted(own: Target, names: Names) -> mx.array:
     """[H, 2H] M such that the last layer's output at t + 1 is near M @ [normed embedding of it, normed state at t]."""
     last = own.layer_count - 1
     own.attach_taps((last,))
@@ -249,10 +456,11 @@ def _fitted(own: Target, hidden_first: bool) -> mx.array:
     assert tapped is not None
     embedded = np.array(own.embed(ids))[:, 1:]
     # The norm before the head takes any length away.
-    before, after = np.array(own.final_norm(tapped))[:, :-1], _normed(np.array(tapped)[:, 1:])
+    read = own.final_norm(tapped) if names.reads_normed else tapped
+    before, after = np.array(read)[:, :-1], _normed(np.array(tapped)[:, 1:])
     seen = [_normed(embedded), _normed(before)]
     width = after.shape[-1]
-    pairs = np.concatenate(seen[::-1] if hidden_first else seen, axis=-1).reshape(-1, 2 * width)
+    pairs = np.concatenate(seen[::-1] if names.hidden_first else seen, axis=-1).reshape(-1, 2 * width)
     square = pairs.T @ pairs + _NEAR_ZERO * np.eye(2 * width)
     return mx.array(np.linalg.solve(square, pairs.T @ after.reshape(-1, width)).T.astype(np.float32))
 

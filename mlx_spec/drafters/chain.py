@@ -188,10 +188,11 @@ class ChainState(DrafterState):
 
     def _append(self, ids: Rows, hidden: mx.array | None) -> None:
         tokens = [list(row) for row in ids]
-        if hidden is None or hidden.ndim != 3 or any(hidden.shape[:2] != (len(tokens), len(row)) for row in tokens):
+        size = self._network.tapped_size
+        if hidden is None or any(hidden.shape != (len(tokens), len(row), size) for row in tokens):
             raise ValueError(
                 f"got hidden states of shape {None if hidden is None else hidden.shape} for rows of "
-                f"{[len(row) for row in tokens]} tokens, expected [B, T, {self._network.tapped_size}]"
+                f"{[len(row) for row in tokens]} tokens, expected [B, T, {size}]"
             )
         if self._rows:
             self._ids = [[*old, *new] for old, new in zip(self._ids, tokens, strict=True)]

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from mlx_spec.errors import CheckpointError, UnsupportedOption
 
 BLOCK = "quantization"
+DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+"""Mode -> group size and bits where none are given, as in mlx-lm."""
 _COPY = "quantization_config"
 _FOREIGN = ("quant_method", "quant_algo")
 
@@ -50,6 +52,34 @@ class Format(BaseModel):
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where} is {block!r}: {error}") from None
         return parsed
+
+
+def parse_short(text: str) -> dict[str, Any]:
+    """Read what a command line says: BITS, BITS,GROUP_SIZE, or the name of a mode.
+
+    Returns:
+        `group_size`, `bits` and `mode`, as `quantize_on_load` takes them. Whether mlx has such a format is not asked.
+
+    Raises:
+        ValueError: `text` is none of these. Lists the modes.
+
+    Example:
+        >>> parse_short("4,32")
+        {'group_size': 32, 'bits': 4, 'mode': 'affine'}
+        >>> parse_short("mxfp8")
+        {'group_size': 32, 'bits': 8, 'mode': 'mxfp8'}
+    """
+    numbers = text.split(",")
+    if text in DEFAULTS:
+        group_size, bits = DEFAULTS[text]
+        return {"group_size": group_size, "bits": bits, "mode": text}
+    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise ValueError(
+            f"got {text!r}, expected bits per weight as in '4', bits and group size as in '4,32', or one of "
+            f"{', '.join(DEFAULTS)}."
+        )
+    bits, *group = map(int, numbers)
+    return {"group_size": group[0] if group else DEFAULTS["affine"][0], "bits": bits, "mode": "affine"}
 
 
 class Quantization(BaseModel):

@@ -44,10 +44,12 @@ class Target:
     Attributes:
         model: the mlx-lm model, untouched but for the class of tapped layers.
         name: its architecture, e.g. "llama".
+        has_weights: False while there are only shapes, so that nothing can be computed.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, has_weights: bool = True) -> None:
         self.model = model
+        self.has_weights = has_weights
         self.name = architecture(model)
 
     @property

@@ -38,6 +38,9 @@ BY_MODEL_TYPE = {
     "qwen3_5_mtp": "qwen3_5_mtp",
     "deepseek_v4_mtp": "deepseek_v4_mtp",
     "nemotron_h_mtp": "nemotron_h_mtp",
+    "step3p5_mtp": "step3p5_mtp",
+    "exaone_moe_mtp": "exaone_moe_mtp",
+    "longcat_flash_mtp": "longcat_flash_mtp",
     "glm5_next_mtp": "glm5_next_mtp",
     "glm_moe_dsa_mtp": "glm_nextn",
     "glm4_moe_lite_mtp": "glm_nextn",
@@ -128,6 +131,9 @@ MTP_TENSORS = {
     "mimo_v2_flash": "model.mtp.layers.0.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
+    "step3p5": "model.layers.45.eh_proj.weight",
+    "exaone_moe": "mtp.pre_fc_norm_embedding.weight",
+    "longcat_flash": "model.mtp.layers.0.eh_proj.weight",
     "glm5_next": "model.layers.78.eh_proj.weight",
 }
 """`model_type` of a target -> the name of a tensor by which its drafting layers are known."""

@@ -30,6 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("fixture", found, ids=lambda fixture: fixture.name)
 
 
+@pytest.mark.filterwarnings("ignore:.*which serves in its place")  # the copies in fixtures are random
 def test_a_fixture_gives_the_numbers_of_its_reference(fixture: Fixture, tell_always: Callable[[str], None]) -> None:
     layouts = [layout for layout in LAYOUTS if layout.fits(list(fixture.expected))]
     if not layouts:

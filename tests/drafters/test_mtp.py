@@ -79,28 +79,48 @@ def assert_same_state(family: str, state: ChainState, ids: list[int], hidden: mx
 def test_the_layer_gives_what_the_last_layer_of_a_deeper_model_gives(family: str) -> None:
     # The model of one layer more is built by mlx-lm alone; the parts around the layer are written out here.
     ids, states = text(family, 9)
-    names, tensors, model = names_of(family), checkpoint(family)[1], deeper(family)
+    names, tensors = names_of(family), checkpoint(family)[1]
 
     def norm(part: str, x: mx.array) -> mx.array:
-        return mx.fast.rms_norm(x, tensors[f"{names.place}{part}.weight"], _eps(family))
+        weight = tensors[f"{names.place}{part}.weight"]
+        return mx.fast.rms_norm(x, weight + 1 if names.zero_centred else weight, _eps(family))
 
     pair = [norm(names.embedding_norm, target(family).embed(mx.array([ids]))), norm(names.hidden_norm, states)]
-    joined = mx.concatenate(pair[::-1] if family == "mimo" else pair, axis=-1)
-    x = joined @ tensors[f"{names.place}{names.projection}.weight"].T
-    cache = make_prompt_cache(model)[-1]
-    first = cache[0] if family in ("deepseek_v32", "glm_moe_dsa") else cache
-    mask = create_attention_mask(x, first, return_array=family != "mimo")
-    expected = norm(names.final_norm, model.layers[-1](x, mask, cache))
+    joined = mx.concatenate(pair[::-1] if names.hidden_first else pair, axis=-1)
+    last = _last_layer(family, joined @ tensors[f"{names.place}{names.projection}.weight"].T)
+    expected = norm(names.final_norm, last)
 
     network = drafter(family).network
     got = network.run(mx.array([ids]), states, network.new_caches(), 0, target(family))
-    assert mx.abs(got - expected).max().item() < TOLERANCE
+    assert mx.abs(got - (expected if names.reads_normed else last)).max().item() < TOLERANCE
     assert mx.abs(got).max().item() > 0.5
+    own = tensors.get(f"{names.place}shared_head.output.weight")
+    logits = target(family).head(expected) if own is None else expected @ own.T
+    assert mx.abs(network.logits(got, target(family)) - logits).max().item() < 10 * TOLERANCE
+
+
+def _last_layer(family: str, x: mx.array) -> mx.array:
+    model = deeper(family)
+    cache = make_prompt_cache(model)[-1]
+    if family == "nemotron_h":
+        mixed: mx.array = model.layers[-2](x, create_attention_mask(x, cache), cache)
+        out: mx.array = model.layers[-1](mixed)
+        return out
+    window = CONFIGS[family]["sliding_window"] if family == "step3p5" else None
+    mask = create_attention_mask(
+        x,
+        cache[0] if family in ("deepseek_v32", "glm_moe_dsa", "longcat_flash") else cache,
+        window_size=window,
+        return_array=family not in ("mimo", "exaone_moe"),
+    )
+    out = model.layers[-1](x, mask, cache)
+    return out
 
 
 def _eps(family: str) -> float:
     config = checkpoint(family)[0]
-    eps: float = config.get("text_config", config)["rms_norm_eps"]
+    text_config = config.get("text_config", config)
+    eps: float = text_config.get("rms_norm_eps") or text_config["layer_norm_epsilon"]
     return eps
 
 
@@ -108,15 +128,18 @@ def _eps(family: str) -> float:
 def test_hidden_states_are_taken_after_the_final_norm_and_handed_on_as_they_come(family: str) -> None:
     network, own = drafter(family).network, target(family)
     _, tapped = text(family, 5)
-    assert mx.array_equal(network.fuse(tapped, own), own.final_norm(tapped))
+    reads_normed = names_of(family).reads_normed
+    assert reads_normed == (family != "step3p5")
+    assert mx.array_equal(network.fuse(tapped, own), own.final_norm(tapped) if reads_normed else tapped)
     assert drafter(family).taps == (own.layer_count - 1,)
     # mlx-lm's model of one layer ends with its norm, so what is handed on is normed, once.
     states = network.run(mx.array([[1, 2, 3, 4, 5]]), network.fuse(tapped, own), network.new_caches(), 0, own)
     assert network.carry(states) is states
-    assert mx.array_equal(network.logits(states, own), own.head(states))
+    if reads_normed:
+        assert mx.array_equal(network.logits(states, own), own.head(states))
 
 
-@pytest.mark.parametrize("family", ["qwen35_moe_real", "deepseek_v32", "kimi_k25"])
+@pytest.mark.parametrize("family", ["qwen35_moe_real", "deepseek_v32", "kimi_k25", "nemotron_h"])
 def test_its_caches_are_those_mlx_lm_makes_for_such_a_layer(family: str) -> None:
     mine = drafter(family).network.new_caches()
     stock = make_prompt_cache(target(family).model)[-1]
@@ -196,6 +219,33 @@ def test_rows_of_a_batch_draft_as_they_do_alone(family: str) -> None:
     state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
     together = state.propose([4, 5, 6], 3).tolist()
     assert together == [cold(family, *texts[row]).propose([4 + row], 3).tolist()[0] for row in range(3)]
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "longcat_flash", "step3p5"])
+@pytest.mark.parametrize("stray", [None, 0, 1, 2])
+def test_rows_of_a_batch_catch_up_each_with_its_own_tokens(family: str, stray: int | None) -> None:
+    # A proposal was made on each row's bonus; at most one of them was then not what its row went on with.
+    texts = [text(family, 12, seed) for seed in (1, 2, 3)]
+    state = drafter(family).open(target(family))
+    state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
+    state.propose([(ids[6] + (row == stray)) % VOCAB for row, (ids, _) in enumerate(texts)], 3)
+    state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
+    together = state.propose([4, 5, 6], 3).tolist()
+    alone = [cold(family, ids[:9], hidden[:, :9]).propose([4 + row], 3) for row, (ids, hidden) in enumerate(texts)]
+    assert together == [proposed.tolist()[0] for proposed in alone]
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 32), (2, 2, 32), (2, 3, 31), (2, 3, 64), (6, 32), None])
+def test_states_of_another_shape_are_refused(shape: tuple[int, ...] | None) -> None:
+    state = drafter("deepseek_v3").open(target("deepseek_v3"))
+    with pytest.raises(ValueError, match=r"expected \[B, T, 32\]"):
+        state.read_prompt([[1, 2, 3], [4, 5, 6]], None if shape is None else mx.zeros(shape))
+
+
+def test_rows_of_unequal_length_are_refused_and_not_padded() -> None:
+    state = drafter("deepseek_v3").open(target("deepseek_v3"))
+    with pytest.raises(ValueError, match=r"for rows of \[3, 2\] tokens"):
+        state.read_prompt([[1, 2, 3], [4, 5]], mx.zeros((2, 3, 32)))
 
 
 # Cost

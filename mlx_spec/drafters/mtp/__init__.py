@@ -9,9 +9,10 @@ from typing import Any
 
 from mlx_spec.drafters.checkpoint import read_config
 from mlx_spec.drafters.mtp.config import check_settings, width_of
-from mlx_spec.drafters.mtp.files import find
+from mlx_spec.drafters.mtp.copies import differing_copies
+from mlx_spec.drafters.mtp.files import count_depths, find
 from mlx_spec.drafters.mtp.layouts import layout_of
-from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor, target_args
+from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor
 from mlx_spec.drafters.mtp.stored_packing import quantize_as_stored
 from mlx_spec.drafters.mtp.weights import assign, file_name
 from mlx_spec.drafters.quantization import quantize_on_load
@@ -28,7 +29,7 @@ _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 def load(
     folder: Path, target: Target, taps: Sequence[int] | None = None, quantize: Mapping[str, Any] | None = None
 ) -> MtpDrafter:
-    """Load the prediction layer of a folder.
+    """Load the prediction layer of a folder, or those of every depth.
 
     Args:
         folder: the target's own checkpoint, whole or the shards with these tensors, or a folder made by
@@ -43,7 +44,8 @@ def load(
         UnsupportedOption: `taps` was given, or `quantize` cannot be done.
 
     Warns:
-        UserWarning: names the matrices that `quantize` leaves as they are.
+        UserWarning: names the matrices that `quantize` leaves as they are, and copies of the target's embedding and
+            head that are none.
     """
     last = target.layer_count - 1
     if taps is not None and tuple(taps) != (last,):
@@ -52,14 +54,35 @@ def load(
         )
     layout = layout_of(target.name)
     config = read_config(folder)
-    check_settings(config, folder, target_args(target), target.name)
-    stored = find(folder, config, layout, target.layer_count)
-    predictor, sole = new_predictor(layout, target)
+    check_settings(config, folder, target, layout)
+    count = count_depths(folder, config, layout, target.layer_count)
+    networks = [_network(folder, config, target, (depth, count), quantize) for depth in range(count)]
+    return MtpDrafter(folder.name, layout, networks, target, width_of(config, folder, layout, count))
+
+
+def _network(
+    folder: Path,
+    config: Mapping[str, Any],
+    target: Target,
+    depth: tuple[int, int],
+    quantize: Mapping[str, Any] | None,
+) -> MtpNetwork:
+    """The prediction layer of a depth, of so many."""
+    layout = layout_of(target.name)
+    stored = find(folder, config, layout, target.layer_count, depth)
+    layout = layout.as_stored(stored.tensors)
+    predictor, sole = new_predictor(layout, target, depth[0])
     quantize_as_stored(predictor, layout, stored)
     assign(predictor, layout, stored)
+    for name in differing_copies(stored, layout, target):
+        warnings.warn(
+            f"{stored.full_name(name)} in {folder} is not the target's {layout.copies[name]}, which serves in its "
+            "place. Is this the prediction layer of another model?",
+            stacklevel=6,
+        )
     if quantize is not None:
         left = quantize_on_load(predictor, quantize, _ROUTERS)
         if left:
             names = ", ".join(stored.full_name(file_name(f"{name}.weight", layout)) for name in left)
-            warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {names}", stacklevel=4)
-    return MtpDrafter(folder.name, layout, MtpNetwork(predictor, sole), target, width_of(config, folder, layout))
+            warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {names}", stacklevel=6)
+    return MtpNetwork(predictor, sole, layout)

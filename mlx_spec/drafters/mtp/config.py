@@ -10,7 +10,9 @@ from typing import Any
 from mlx_spec.drafters.checkpoint import CONFIG_NAME
 from mlx_spec.drafters.mtp.files import DECLARED_COUNTS
 from mlx_spec.drafters.mtp.layouts import Layout
+from mlx_spec.drafters.mtp.model import target_args
 from mlx_spec.errors import CheckpointError, IncompatiblePair
+from mlx_spec.target.model import Target
 
 # Say nothing about the prediction layer, or are told by other means: how much text there can be, what the target's
 # head is, and how the target's own weights are packed.
@@ -42,22 +44,22 @@ def text_settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**{key: rope[key] for key in named if rope and key in rope}, **text}
 
 
-def check_settings(config: Mapping[str, Any], folder: Path, args: Any, target_name: str) -> None:
+def check_settings(config: Mapping[str, Any], folder: Path, target: Target, layout: Layout) -> None:
     """Refuse a checkpoint of another model than the target's. What it leaves out is the target's.
 
     Args:
         config: the checkpoint's config.json object.
         folder: where it came from, for messages.
-        args: the arguments mlx-lm built the target from.
-        target_name: the target's architecture.
+        target: as mlx-lm built it.
+        layout: of the target's family.
 
     Raises:
         IncompatiblePair: names each setting that differs, with both values.
         CheckpointError: settings under which the prediction layer is not the one that is known.
     """
     path = folder / CONFIG_NAME
-    stated, known = text_settings(config, path), asdict(args)
-    _refuse_unsupported(stated, path)
+    stated, known = text_settings(config, path), asdict(target_args(target))
+    _refuse_unsupported(stated, path, layout)
     wrong = [
         f"{key}={stated[key]!r} against {known[key]!r}"
         for key in known
@@ -65,32 +67,33 @@ def check_settings(config: Mapping[str, Any], folder: Path, args: Any, target_na
     ]
     if wrong:
         raise IncompatiblePair(
-            f"{path} is of another model than target {target_name!r}: {', '.join(wrong)}. "
+            f"{path} is of another model than target {target.name!r}: {', '.join(wrong)}. "
             "Use the prediction layer of the target's own checkpoint."
         )
 
 
-def width_of(config: Mapping[str, Any], folder: Path, layout: Layout) -> int:
-    """Tokens per verify call: what the checkpoint names as `block_size`, or the family's."""
+def width_of(config: Mapping[str, Any], folder: Path, layout: Layout, depths: int) -> int:
+    """Tokens per verify call: what the checkpoint names as `block_size`, or the family's, or what its depths draft."""
     width = config.get("block_size")
     if width is None:
-        return layout.width
+        return layout.width if depths == 1 else depths + 1
     if type(width) is not int or width < 2:
         raise CheckpointError(f"{folder / CONFIG_NAME}: block_size is {width!r}, expected an integer of at least 2")
     return width
 
 
-def _refuse_unsupported(stated: Mapping[str, Any], path: Path) -> None:
+def _refuse_unsupported(stated: Mapping[str, Any], path: Path, layout: Layout) -> None:
     refused = []
     for key in DECLARED_COUNTS:
         count = stated.get(key)
-        if count is not None and count not in (0, 1):
+        known = count in (0, 1) or (layout.one_per_depth and type(count) is int and count > 0)
+        if count is not None and not known:
             refused.append(f"{key}={count!r}: one prediction layer, run again for every token, is what is known")
     if stated.get("mtp_use_dedicated_embeddings"):
         refused.append("mtp_use_dedicated_embeddings=True: where the embedding would be is not known")
-    kinds = stated.get("mtp_layer_types")
-    if kinds is not None and kinds != ["full_attention"]:
-        refused.append(f"mtp_layer_types={kinds!r}: one layer of full attention is what is known")
+    for key, accepted in layout.settings.items():
+        if stated.get(key) is not None and stated[key] not in accepted:
+            refused.append(f"{key}={stated[key]!r}: what is known is {' or '.join(map(repr, accepted))}")
     if refused:
         raise CheckpointError(f"{path} asks for what is not supported: {'; '.join(refused)}.")
 
@@ -99,6 +102,7 @@ def _same(stated: object, known: object) -> bool:
     """Whether two values say the same; of two objects, whether they do where both say something."""
     if isinstance(stated, dict) and isinstance(known, dict):
         return all(_same(stated[key], known[key]) for key in stated.keys() & known.keys() - _SAME_IN_ROPE)
-    if isinstance(stated, list | tuple) and isinstance(known, list | tuple):
+    if isinstance(stated, list | tuple | str) and isinstance(known, list | tuple | str):
+        # A pattern of layers may be one string of a character per layer.
         return list(stated) == list(known)
     return stated == known

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.checkpoint import TensorFile, files_holding, indexed_names
+from mlx_spec.drafters.checkpoint import TensorFile, files_holding, indexed_names, tensor_names
 from mlx_spec.drafters.mtp.block_scales import dequantized
 from mlx_spec.drafters.mtp.layouts import LAYOUT_BY_ARCHITECTURE, SPLIT_SUFFIX, Layout
 from mlx_spec.errors import CheckpointError
@@ -17,6 +17,9 @@ from mlx_spec.target.model import Target
 
 SIDE_FILES = "*mtp*.safetensors"
 """Files of prediction layers that an index may not name."""
+
+MOST_DEPTHS = 8
+"""Prediction layers that are looked for, where there is one per depth."""
 
 DECLARED_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys that say how many prediction layers the original checkpoint has."""
@@ -49,9 +52,31 @@ def is_split(config: Mapping[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type.endswith(SPLIT_SUFFIX)
 
 
-def places_of(layout: Layout, layers: int) -> tuple[str, ...]:
+def places_of(layout: Layout, layers: int, depth: int = 0) -> tuple[str, ...]:
     """What names of a prediction layer's tensors may start with, in a checkpoint of a target with so many layers."""
-    return tuple(place.format(n=layers) for place in layout.places)
+    return tuple(place.format(n=layers + depth) for place in layout.places)
+
+
+def place_alone(depth: int, count: int) -> str:
+    """The same in a folder of so many prediction layers and nothing else."""
+    return f"depths.{depth}." if count > 1 else ""
+
+
+def count_depths(folder: Path, config: Mapping[str, Any], layout: Layout, layers: int) -> int:
+    """How many prediction layers a folder has: as many as it holds tensors of, or as its config says if that is more.
+
+    Raises:
+        CheckpointError: a damaged file or index, or neither an index nor a file.
+    """
+    if not layout.one_per_depth:
+        return 1
+    stated = {**config.get("text_config", {}), **config}
+    said = max([1, *(stated[key] for key in DECLARED_COUNTS if type(stated.get(key)) is int)])
+    names = tensor_names(folder)
+    depth = 0
+    while depth < MOST_DEPTHS and any(name.startswith(places_of(layout, layers, depth)) for name in names):
+        depth += 1
+    return max(said, depth)
 
 
 def files_to_fetch(folder: Path, target: Target, asked_for: bool) -> list[str] | None:
@@ -70,7 +95,8 @@ def files_to_fetch(folder: Path, target: Target, asked_for: bool) -> list[str] |
     index = indexed_names(folder)
     if layout is None or not index:
         return None
-    places = places_of(layout, target.layer_count)
+    depths = range(MOST_DEPTHS if layout.one_per_depth else 1)
+    places = tuple(place for depth in depths for place in places_of(layout, target.layer_count, depth))
     named = {file for name, file in index.items() if name.startswith(places)}
     return [*sorted(named), SIDE_FILES] if named or asked_for else None
 
@@ -82,7 +108,9 @@ def declared_counts(config: Mapping[str, Any]) -> list[str]:
     return [f"{key}={stated[key]}" for key in DECLARED_COUNTS if stated.get(key)]
 
 
-def find(folder: Path, config: Mapping[str, Any], layout: Layout, layers: int) -> PredictionTensors:
+def find(
+    folder: Path, config: Mapping[str, Any], layout: Layout, layers: int, depth: tuple[int, int] = (0, 1)
+) -> PredictionTensors:
     """Read the prediction layer's tensors of a folder.
 
     Args:
@@ -90,11 +118,12 @@ def find(folder: Path, config: Mapping[str, Any], layout: Layout, layers: int) -
         config: its config.json object.
         layout: of the target's family.
         layers: the target's.
+        depth: which of how many.
 
     Raises:
         CheckpointError: there are none, they are damaged, or a file the index names for them is absent.
     """
-    places = ("",) if is_split(config) else places_of(layout, layers)
+    places = (place_alone(*depth),) if is_split(config) else places_of(layout, layers, depth[0])
     files = files_holding(folder, _starting(places))
     used = {place for file in files for name in file.tensors for place in places if name.startswith(place)}
     if not used:

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.chain import ChainNetwork, ChainState
+from mlx_spec.drafters.mtp.depths import DepthsState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.sampling import random_state_kept
@@ -30,7 +31,8 @@ class Passed(nn.Module):
 class Predictor(nn.Module):
     """The modules of a prediction layer, so that their parameters have names and can be quantized.
 
-    `body` is mlx-lm's own model of one layer: it makes the masks, and ends with the prediction layer's norm.
+    `body` is mlx-lm's own model of one layer: it makes the masks. It ends with the prediction layer's norm, unless the
+    next pair is made of what comes before that norm: then `final_norm` is passed on the way to the head.
 
     Args:
         layout: of the family.
@@ -40,35 +42,43 @@ class Predictor(nn.Module):
 
     def __init__(self, layout: Layout, args: Any, body: nn.Module) -> None:
         super().__init__()
-        size, eps = args.hidden_size, args.rms_norm_eps
+        size, eps = args.hidden_size, getattr(args, layout.epsilon)
         self.embedding_norm = nn.RMSNorm(size, eps=eps)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.body = body
-        self._hidden_first = layout.hidden_first
+        if not layout.reads_normed:
+            self.final_norm = nn.RMSNorm(size, eps=eps)
+        if layout.head is not None:
+            self.head = nn.Linear(size, args.vocab_size, bias=False)
+        self._layout = layout
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: Sequence[Any]) -> mx.array:
-        """[B, T, H] embeddings of the tokens at t + 1, [B, T, H] hidden states at t -> [B, T, H] normed output."""
+        """[B, T, H] embeddings of the tokens at t + 1, [B, T, H] hidden states at t -> [B, T, H] what is handed on."""
         pair = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        joined = mx.concatenate(pair[::-1] if self._hidden_first else pair, axis=-1)
-        states: mx.array = self.body(self.projection(joined), cache=list(caches))
+        joined = mx.concatenate(pair[::-1] if self._layout.hidden_first else pair, axis=-1)
+        places = [*caches, *[None] * self._layout.empty_caches]
+        states: mx.array = self.body(self.projection(joined), cache=places)
         return states
 
 
-def new_predictor(layout: Layout, target: Target) -> tuple[Predictor, nn.Module]:
-    """A prediction layer with weights yet to come, and the mlx-lm model of one layer it is made of.
+def new_predictor(layout: Layout, target: Target, depth: int = 0) -> tuple[Predictor, nn.Module]:
+    """The prediction layer of a depth with weights yet to come, and the mlx-lm model of one layer it is made of.
 
     Cost:
         Nothing is evaluated. The thread's random state is left as it was, though mlx draws first weights from it.
     """
-    args = prediction_args(layout, target)
+    args = prediction_args(layout, target, depth)
     with random_state_kept():
-        module = importlib.import_module(f"mlx_lm.models.{layout.module}")
+        module = importlib.import_module(layout.builder or f"mlx_lm.models.{layout.module}")
         sole = getattr(module, layout.model)(args)
-        sole.model.embed_tokens = Passed()
+        trunk = getattr(sole, layout.trunk)
+        setattr(trunk, layout.lookup, Passed())
+        if not layout.reads_normed:
+            setattr(trunk, layout.trunk_norm, Passed())
         for name, value in layout.body.items():
-            setattr(sole.model, name, value)
-        return Predictor(layout, args, sole.model), sole
+            setattr(trunk, name, value)
+        return Predictor(layout, args, trunk), sole
 
 
 def target_args(target: Target) -> Any:
@@ -76,9 +86,11 @@ def target_args(target: Target) -> Any:
     return target.anatomy.text_model(target.model).args
 
 
-def prediction_args(layout: Layout, target: Target) -> Any:
+def prediction_args(layout: Layout, target: Target, depth: int = 0) -> Any:
     """The target's arguments, changed so that the only layer is one that predicts."""
-    return dataclasses.replace(copy.deepcopy(target_args(target)), **layout.sole_layer)
+    args = copy.deepcopy(target_args(target))
+    told = layout.sole_layer
+    return dataclasses.replace(args, **(told(args, target.layer_count + depth) if callable(told) else told))
 
 
 class MtpNetwork(ChainNetwork):
@@ -90,8 +102,9 @@ class MtpNetwork(ChainNetwork):
         tapped_size: H, entries per row of the tapped state: the last layer's output.
     """
 
-    def __init__(self, predictor: Predictor, sole: nn.Module) -> None:
+    def __init__(self, predictor: Predictor, sole: nn.Module, layout: Layout) -> None:
         self.predictor = predictor
+        self._layout = layout
         self._sole = sole
         self.dtype = predictor.embedding_norm.weight.dtype
         self.tapped_size = int(predictor.embedding_norm.weight.shape[0])
@@ -99,15 +112,17 @@ class MtpNetwork(ChainNetwork):
 
     def new_caches(self) -> list[Any]:
         """See `ChainNetwork.new_caches`."""
-        caches: list[Any] = make_prompt_cache(self._sole)
+        # A trunk says nothing of caches, so it gets those that hold the whole text.
+        caches: list[Any] = make_prompt_cache(self.predictor.body if self._layout.whole_caches else self._sole)
         return caches
 
     def fuse(self, tapped: mx.array, target: Target) -> mx.array:
-        """See `ChainNetwork.fuse`. A prediction layer reads what the target's head reads: states after its norm."""
-        return target.final_norm(tapped).astype(self.dtype)
+        """See `ChainNetwork.fuse`. Most prediction layers read what the target's head reads: states after its norm."""
+        read = target.final_norm(tapped) if self._layout.reads_normed else tapped
+        return read.astype(self.dtype)
 
     def run(self, tokens: mx.array, hidden: mx.array, caches: Sequence[Any], start: int, target: Target) -> mx.array:
-        """See `ChainNetwork.run`. The output is normalised.
+        """See `ChainNetwork.run`. The output is what `carry` hands on.
 
         Positions count from the first pair: attention sees their differences alone, so `start` changes nothing.
         """
@@ -120,7 +135,8 @@ class MtpNetwork(ChainNetwork):
 
     def logits(self, states: mx.array, target: Target) -> mx.array:
         """See `ChainNetwork.logits`."""
-        return target.head(states)
+        normed = states if self._layout.reads_normed else self.predictor.final_norm(states)
+        return self.predictor.head(normed) if self._layout.head else target.head(normed)
 
     def choose(self, states: mx.array, target: Target) -> mx.array:
         """See `ChainNetwork.choose`."""
@@ -128,13 +144,14 @@ class MtpNetwork(ChainNetwork):
 
 
 class MtpDrafter(Drafter):
-    """A prediction layer, ready to draft. Requests share it; each opens a state of its own."""
+    """A prediction layer, or one per depth, ready to draft. Requests share it; each opens a state of its own."""
 
     kind = "mtp"
 
-    def __init__(self, name: str, layout: Layout, network: MtpNetwork, target: Target, width: int) -> None:
+    def __init__(self, name: str, layout: Layout, networks: Sequence[MtpNetwork], target: Target, width: int) -> None:
         self.name = name
-        self.network = network
+        self.networks = tuple(networks)
+        self.network = self.networks[0]
         self.layout = layout
         self.default_width = width
         self.taps = (target.layer_count - 1,)
@@ -161,6 +178,8 @@ class MtpDrafter(Drafter):
                 "Use a drafter made for this target."
             )
 
-    def open(self, target: Target, start: int = 0) -> ChainState:
+    def open(self, target: Target, start: int = 0) -> ChainState | DepthsState:
         """Make the state for one request; see `Drafter.open`."""
+        if len(self.networks) > 1:
+            return DepthsState(self.networks, target, start)
         return ChainState(self.network, target, start)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.mtp.files import PredictionTensors
@@ -44,13 +43,19 @@ def file_name(parameter: str, layout: Layout) -> str:
     """A parameter of `Predictor` -> its name in a file, after the place."""
     part, _, rest = parameter.partition(".")
     if part == "body":
-        if rest.startswith("norm."):
-            return f"{layout.final_norm}.{rest.removeprefix('norm.')}"
-        return layout.layer + rest.removeprefix("layers.0.")
+        if rest.startswith(f"{layout.trunk_norm}."):
+            return f"{layout.final_norm}.{rest.removeprefix(f'{layout.trunk_norm}.')}"
+        _, number, rest = rest.split(".", 2)
+        for start, stored in layout.renamed.items():
+            if rest.startswith(start):
+                rest = stored + rest.removeprefix(start)
+        return layout.layer.format(i=number) + rest
     name = {
         "embedding_norm": layout.embedding_norm,
         "hidden_norm": layout.hidden_norm,
         "projection": layout.projection,
+        "final_norm": layout.final_norm,
+        "head": layout.head,
     }[part]
     return f"{name}.{rest}"
 
@@ -149,7 +154,8 @@ def assign(predictor: Predictor, layout: Layout, stored: PredictionTensors) -> N
 
 def zero_centred(predictor: Predictor) -> set[str]:
     """Names of the norm weights that a layout with zero-centred norms keeps as w - 1."""
-    return {f"{path}.weight" for path, module in predictor.named_modules() if isinstance(module, nn.RMSNorm)}
+    # Some of mlx-lm's modules have a class of their own for these.
+    return {f"{path}.weight" for path, module in predictor.named_modules() if type(module).__name__.endswith("RMSNorm")}
 
 
 def _check(
