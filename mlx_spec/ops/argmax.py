@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,6 +44,43 @@ _SHARES = 8, 32
 """Fewest and most shares of a row. With fewest, what one dispatch leaves for the next is never padded."""
 
 
+def kernel_holds(dtype: mx.Dtype) -> bool:
+    """Whether the kernel runs here and gives the reference's numbers, tried once for each dtype of logits.
+
+    Cost:
+        The first time a few small blocks, evaluated.
+    """
+    return kernels_run_here() and _holds(mx.fast.metal_kernel, dtype)
+
+
+@functools.cache
+def _holds(maker: Callable[..., Any], dtype: mx.Dtype) -> bool:
+    del maker  # what was found with one kernel maker says nothing about another
+    try:
+        return all(
+            bool(mx.array_equal(block.by_kernel(), block.by_ops()).item())
+            for kind, width in product(("ties", "nan", "masked"), (1, 5, 32))
+            for block in (_trial(kind, width, dtype),)
+        )
+    except (ValueError, RuntimeError):
+        # A text that this compiler or GPU refuses is not equal.
+        return False
+
+
+def _trial(kind: str, width: int, dtype: mx.Dtype) -> GreedyBlock:
+    """Two rows whose proposals are right halfway; with ties, a NaN in the middle, or half of the tokens allowed."""
+    keys = mx.random.split(mx.random.key(width), 2)
+    logits = mx.round(mx.random.normal((2, width, 1003), key=keys[0]) * 2)
+    if kind == "nan":
+        logits = mx.where((mx.arange(width) == width // 2)[:, None] & (mx.arange(1003) == 700), mx.nan, logits)
+    words = mx.random.randint(0, 2**31 - 1, (2, width, 32), key=keys[1]).astype(mx.uint32) if kind == "masked" else None
+    given = logits.astype(dtype)
+    lse = mx.logsumexp(given, axis=-1) if kind == "ties" else None
+    choices = GreedyBlock(given, mx.zeros((2, width - 1), mx.int32), lse, words).choices()
+    proposals = mx.where(mx.arange(width - 1) < width // 2 + 1, choices[:, :-1], -1)
+    return GreedyBlock(given, proposals, lse, words, stops=mx.array([3, 5], mx.int32))
+
+
 @dataclass(frozen=True)
 class GreedyBlock:
     """One block of B rows and W positions.
@@ -61,7 +102,7 @@ class GreedyBlock:
     budgets: mx.array | None = None
 
     def walk(self) -> mx.array:
-        """[B, 4 + W] int32: fault, accepted, count, bonus, tokens. By the kernel where it runs. Lazy.
+        """[B, 4 + W] int32: fault, accepted, count, bonus, tokens. By the kernel where that was found equal. Lazy.
 
         `fault` is 0; or position + 1 of the first of the tokens to hand out whose logit, or log-sum-exp where that is
         given, is NaN; or -(position + 1) where no token is allowed. `accepted` leading proposals equal the choice
@@ -71,7 +112,7 @@ class GreedyBlock:
         Cost:
             Logits are read once. The kernel takes two dispatches, the reference about twenty.
         """
-        return self.by_kernel() if kernels_run_here() and self.kernel_takes() else self.by_ops()
+        return self.by_kernel() if self.kernel_takes() and kernel_holds(self.logits.dtype) else self.by_ops()
 
     def kernel_takes(self) -> bool:
         """Whether the block has no more positions than a SIMD-group has lanes."""

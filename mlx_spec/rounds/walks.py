@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from mlx_spec import accept
 from mlx_spec.errors import NonFiniteLogits
-from mlx_spec.ops.argmax import ACCEPTED, FAULT, TOKENS, GreedyBlock
-from mlx_spec.ops.kernel import kernels_run_here
+from mlx_spec.ops.argmax import ACCEPTED, FAULT, TOKENS, GreedyBlock, kernel_holds
 from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, random_key, rewind_random_state
 
 
@@ -222,6 +221,6 @@ class SequentialWalk(Walk):
 
 def open_walk(sampling: Sampling, block: Block) -> Walk:
     """The walk a request's callables allow."""
-    if sampling.greedy and kernels_run_here():
+    if sampling.greedy and kernel_holds(block.logits.dtype):
         return GreedyWalk(block)
     return BlockWalk(sampling, block) if sampling.pure else SequentialWalk(sampling, block)

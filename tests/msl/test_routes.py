@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from mlx_spec.ops.argmax import GreedyBlock, kernel_holds
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import OWN_KERNEL, STOCK
 from mlx_spec.ops.block_attention import BlockAttention
@@ -80,6 +81,20 @@ def test_what_the_kernel_does_not_know_goes_by_position(changes: dict[str, Any])
         draw = trials.draws(mx.bfloat16)
         block = call(3, **changes).block(40, lambda shape, dtype: next(draw)(shape))
         assert block.own_kernel() is None
+
+
+def test_the_greedy_walk_takes_its_kernel_where_that_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not kernel_holds(mx.bfloat16)
+    with simulated():
+        assert kernel_holds(mx.bfloat16)
+
+        def broken(self: GreedyBlock) -> mx.array:
+            raise RuntimeError("the text was refused")
+
+        monkeypatch.setattr(GreedyBlock, "by_kernel", broken)
+        assert not kernel_holds(mx.float16)
+        logits = mx.random.normal((1, 2, 9)).astype(mx.float16)
+        assert GreedyBlock(logits, mx.zeros((1, 1), mx.int32)).walk().shape == (1, 6)
 
 
 def tiny() -> Any:

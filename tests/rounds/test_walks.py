@@ -75,7 +75,8 @@ def test_what_is_no_number(odd: str, at: int) -> None:
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of(3, 1, mx.float32)
     assert type(open_walk(GREEDY, block)) is BlockWalk
-    monkeypatch.setattr(walks, "kernels_run_here", lambda: True)
+    monkeypatch.setattr(walks, "kernel_holds", lambda dtype: dtype == mx.float32)
     assert type(open_walk(GREEDY, block)) is GreedyWalk
+    assert type(open_walk(GREEDY, block_of(3, 1, mx.float16))) is BlockWalk
     assert type(open_walk(Sampling(greedy_sampler), block)) is BlockWalk
     assert type(open_walk(Sampling(greedy_sampler, pure=False), block)) is SequentialWalk
