@@ -79,10 +79,6 @@ class OpTable:
             self._attention[call, stretch] = known
         return self._attention[call, stretch]
 
-    def knows_attention(self, call: AttentionCall, stretch: KeyStretch) -> bool:
-        """Whether `attention_route` would try nothing."""
-        return self.verdicts.op(f"{call} over {stretch}", call.width) in call.ways
-
     def subjects(self, model: Any) -> dict[int, Subject]:
         """Every op as the model calls it: id of its module -> subject."""
         if self._subjects is None:
@@ -126,13 +122,6 @@ class Certificate:
                 self._verdicts[width, drive] = self._known(width, drive)
             return self._verdicts[width, drive]
 
-    def known(self, width: int, drive: Drive) -> bool | None:
-        """What `holds` would say; None where that is to be tried first."""
-        with self._lock:
-            if (width, drive) in self._verdicts:
-                return self._verdicts[width, drive]
-            return self._ops.verdicts.block(str(self._situation), width, drive.value)
-
     def _known(self, width: int, drive: Drive) -> bool:
         """The verdict, from the file if it is there; what a model raised is not kept, so a failure is tried again."""
         verdicts, situation = self._ops.verdicts, str(self._situation)
@@ -148,13 +137,6 @@ class Certificate:
         """Whether that is so as well with as many keys as the probes do not have, as far as attention is bound."""
         with self._lock:
             return all(self._ops.attention_route(call, stretch) == STOCK for call in self._calls(width))
-
-    def known_over(self, width: int, stretch: KeyStretch) -> bool | None:
-        """What `holds_over` would say; None where that is to be tried first."""
-        with self._lock:
-            calls = self._calls(width)
-            known = all(self._ops.knows_attention(call, stretch) for call in calls)
-        return self.holds_over(width, stretch) if known else None
 
     def attention(self, width: int) -> list[AttentionCall]:
         """How the model attends with a block of `width` tokens, as far as its attention is bound."""
@@ -273,29 +255,6 @@ class CertifiedRoutes:
         if key not in self._verdicts:
             self._verdicts[key] = self._decide(width, caches)
         return self._verdicts[key]
-
-    def known(self, width: int, caches: Sequence[Any]) -> bool:
-        """Whether `route` would answer from what was found before, in this run or an earlier one."""
-        if width == 1 or self.verify == "fast":
-            return True
-        place = self._key(width, caches)
-        if place in self._verdicts or place.situation.caches.strangers:
-            return True
-        whole = not place.beyond and not (place.keys is not None and self._bind_attention().refused)
-        certificate = certificate_for(self._target.model, place.situation)
-        for drive in (Drive.BLOCK, Drive.QUERIES, Drive.POSITIONS) if whole else (Drive.POSITIONS,):
-            holds = certificate.known(width, drive)
-            # A model in which nothing is bound has no verdict on queries.
-            if holds is None and drive is not Drive.QUERIES:
-                return False
-            if not holds:
-                continue
-            if place.keys is None or drive is Drive.POSITIONS:
-                return True
-            equal = certificate.known_over(width, place.keys)
-            if equal is None or equal or drive is Drive.QUERIES:
-                return equal is not None
-        return True
 
     def _key(self, width: int, caches: Sequence[Any]) -> Place:
         # Within a run caches change their kind only by becoming another class.

@@ -35,13 +35,5 @@ def test_a_round_has_one_token_at_least_though_nothing_is_left() -> None:
     assert FixedWidth(5, "given").next(0, 0) == 1
 
 
-@pytest.mark.parametrize(
-    ("budget", "known", "want"), [(7, {2, 3, 5}, 5), (4, {2, 3, 5}, 3), (4, {8}, 1), (4, set(), 1), (9, set(), 8)]
-)
-def test_a_narrowed_round_is_of_a_known_width(budget: int, known: set[int], want: int) -> None:
-    assert FixedWidth(8, "given").next(budget, None, known.__contains__) == want
-    assert FixedWidth(8, "given").next(None, budget, known.__contains__) == want
-
-
 def test_the_policy_is_told_with_where_it_comes_from() -> None:
     assert str(FixedWidth(5, "draft_block_size")) == "fixed 5 (draft_block_size)"

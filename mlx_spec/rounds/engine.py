@@ -42,9 +42,6 @@ class Routes(Protocol):
     def route(self, width: int, caches: list[Any]) -> Route:
         """The cheapest one that is known to be equal to one-token decode."""
 
-    def known(self, width: int, caches: list[Any]) -> bool:
-        """Whether that can be told without finding out first."""
-
     def demote(self, width: int, caches: list[Any], error: Exception) -> None:
         """The route for this width failed with this error: answer another one from here on."""
 
@@ -291,12 +288,8 @@ class Engine:
                 return self._dispatch(token.array, None, width=1) if request.needs_last_append else None
             self._show_drafter(current)
             clock.lap("shift")
-            room = request.quantization.room(request.caches)
-            width = self._schedule.next(request.budget, room, self._known)
+            width = self._schedule.next(request.budget, request.quantization.room(request.caches))
             return self._dispatch(token.array, token.id, width)
-
-    def _known(self, width: int) -> bool:
-        return self._routes.known(width, self._request.caches)
 
     def _show_drafter(self, current: OpenRound) -> None:
         """What was kept of a round, with its hidden states."""

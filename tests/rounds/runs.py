@@ -242,11 +242,9 @@ def assert_counts_add_up(got: SpeculativeRun) -> None:
 def assert_accepts_as_scripted(got: SpeculativeRun, drafter: str, width: int) -> None:
     """A drafter's being right shows in the counts; `LONG` tokens, and no cache to be converted on the way."""
     if drafter == "right":
-        # The first token comes with the prompt; after it every round adds one token of the target's own. What is left
-        # in the end goes in one round if that width is known, and token by token if none is.
-        rounds, left = divmod(LONG - 1, width)
-        least = rounds * (width - 1)
-        assert least <= got.drafted <= least + max(0, left - 1), f"{got.drafted} accepted, want {least} or more"
+        # The first token comes with the prompt; after it every round adds one token of the target's own.
+        own = 1 + -(-(LONG - 1) // width)
+        assert got.drafted == LONG - own, f"{got.drafted} proposals accepted, want {LONG - own}"
     if drafter in NEVER_RIGHT:
         assert got.drafted == 0, f"{drafter}: {got.drafted} proposals accepted"
     if drafter in SOMETIMES_RIGHT:
