@@ -64,8 +64,7 @@ class DeltaBlock:
         repeats = self.v.shape[2] // self.k.shape[2]
         q, k = (mx.repeat(array, repeats, 2) for array in (self.q, self.k))
         for t in range(k.shape[1]):
-            key, gate = k[:, t, :, None, :], self.g[:, t]
-            decayed = state * (gate[..., None, None] if gate.ndim == 2 else gate[..., None, :])
+            key, decayed = k[:, t, :, None, :], _decayed(state, self.g[:, t])
             delta = (self.v[:, t] - (decayed * key).sum(axis=-1)) * self.beta[:, t, :, None]
             grown = decayed + key * delta[..., None]
             counts = None if self.mask is None else self.mask[:, t, None, None]
@@ -85,7 +84,7 @@ class DeltaBlock:
         """The kernel: bit for bit the outputs and the state of mlx-lm's kernel for the shape, and the tape."""
         (batch, tokens, heads, values), (out_dtype, state_dtype) = self.v.shape, (self.q.dtype, self.state.dtype)
         y, tape, state = _BLOCK(
-            [self.q, self.k, self.v, _wide(self.g), _wide(self.beta), self._mask(), self.state],
+            [self.q, self.k, self.v, padded(self.g), padded(self.beta), self._mask(), self.state],
             [(self.v.shape, out_dtype), ((batch, tokens, heads, values), mx.float32), (self.state.shape, state_dtype)],
             template=[*self._template(), ("TREE", self._tree_is_written_out())],
             **self._launch(),
@@ -143,7 +142,7 @@ class DeltaResult:
             return self._state_after_by_steps(counts)
         block = self.block
         (state,) = _REPLAY(
-            [block.k, _wide(block.g), block._mask(), self.tape, block.state, padded(counts.astype(mx.int32))],
+            [block.k, padded(block.g), block._mask(), self.tape, block.state, padded(counts.astype(mx.int32))],
             [(block.state.shape, block.state.dtype)],
             template=block._template(),
             **block._launch(),
@@ -154,14 +153,12 @@ class DeltaResult:
         block, state = self.block, self.block.state
         keys = mx.repeat(block.k, block.v.shape[2] // block.k.shape[2], 2)
         for t in range(keys.shape[1]):
-            gate = block.g[:, t]
-            decayed = state * (gate[..., None, None] if gate.ndim == 2 else gate[..., None, :])
-            grown = decayed + keys[:, t, :, None, :] * self.tape[:, t, :, :, None]
+            grown = _decayed(state, block.g[:, t]) + keys[:, t, :, None, :] * self.tape[:, t, :, :, None]
             kept = counts > t if block.mask is None else (counts > t) & block.mask[:, t]
             state = mx.where(kept[:, None, None, None], grown, state)
         return state
 
 
-def _wide(array: mx.array) -> mx.array:
-    """The same numbers in an array that is never so small that MLX would put it into another address space."""
-    return array if array.size >= 8 else padded(array.reshape(-1))
+def _decayed(state: mx.array, gate: mx.array) -> mx.array:
+    """[B, Hv, Dv, Dk] states times their gates, [B, Hv] or [B, Hv, Dk]."""
+    return state * (gate[..., None, None] if gate.ndim == 2 else gate[..., None, :])

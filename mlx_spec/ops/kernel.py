@@ -109,6 +109,6 @@ def gpu_cores() -> int:
 
 
 def padded(array: mx.array) -> mx.array:
-    """An array of one axis with at least as many elements as MLX wants to leave a kernel's text alone."""
+    """The array, or where it is so small that MLX would change a kernel's text, its elements and more in a row."""
     missing = LEAST_ELEMENTS - array.size
-    return array if missing <= 0 else mx.pad(array, (0, missing))
+    return array if missing <= 0 else mx.pad(array.reshape(-1), (0, missing))

@@ -108,19 +108,22 @@ class SimulatedKernel:
     ) -> list[mx.array]:
         given = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
         mx.eval(given)
-        kernel = self._kernel_for(given, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
+        wanted = list(zip(map(tuple, output_shapes), output_dtypes, strict=True))
+        outputs = [_output(shape, dtype, init_value) for shape, dtype in wanted]
+        text = self._text(given, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
+        self._launch(text, given, outputs, **call)
+        return [to_mlx(array, dtype) for array, (_, dtype) in zip(outputs, wanted, strict=True)]
+
+    def _launch(self, text: str, inputs: list[mx.array], outputs: list[np.ndarray], **call: Any) -> None:
+        """Run the kernel of a text, and write the outputs."""
         arrays = [
-            array for name, value in zip(self.input_names, given, strict=True) for array in self._bound(name, value)
+            array for name, value in zip(self.input_names, inputs, strict=True) for array in self._bound(name, value)
         ]
-        outputs = [
-            _output(tuple(shape), dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-        ]
+        kernel = self._kernel_of(text)
         kernel(dict(enumerate([*arrays, *outputs])), call["grid"], call["threadgroup"], _run.get())
         self.counters = kernel.counters
-        return [to_mlx(array, dtype) for array, dtype in zip(outputs, output_dtypes, strict=True)]
 
-    def _kernel_for(self, inputs: list[mx.array], **call: Any) -> Kernel:
-        text = self._text(inputs, **call)
+    def _kernel_of(self, text: str) -> Kernel:
         if text not in self._built:
             instance = re.search(r"decltype\((.*?)\) ", text)
             self._built[text] = Kernel(_UTILS + text, instance[1] if instance else None)
@@ -156,19 +159,9 @@ def _as_it_lies(value: mx.array) -> np.ndarray:
 class RecordedKernel(SimulatedKernel):
     """Stands in for `mx.fast.metal_kernel` where only the text matters: nothing runs, outputs are zeros."""
 
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[Any],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-        init_value: float | None = None,
-        **call: Any,
-    ) -> list[mx.array]:
-        given = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
-        mx.eval(given)
-        self._text(given, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
-        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+    def _launch(self, text: str, inputs: list[mx.array], outputs: list[np.ndarray], **call: Any) -> None:
+        for array in outputs:
+            array.fill(0)
 
 
 def _output(shape: tuple[int, ...], dtype: mx.Dtype, init_value: float | None) -> np.ndarray:

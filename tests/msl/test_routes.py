@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
 
 from mlx_spec.ops.argmax import GreedyBlock, kernel_holds
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
@@ -17,6 +16,7 @@ from mlx_spec.target.routes import Plan, verifying
 from tests.msl import stock, trials
 from tests.msl.kernel import Run
 from tests.msl.simulator import simulated
+from tests.tiny import from_mlx_lm
 
 SCALE = 0.1
 
@@ -97,20 +97,6 @@ def test_the_greedy_walk_takes_its_kernel_where_that_is_equal(monkeypatch: pytes
         assert GreedyBlock(logits, mx.zeros((1, 1), mx.int32)).walk().shape == (1, 6)
 
 
-def tiny() -> Any:
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=128,
-        num_hidden_layers=1,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        rms_norm_eps=1e-5,
-        vocab_size=45,
-    )
-    return llama.Model(arguments)
-
-
 @pytest.mark.parametrize("found", [OWN_KERNEL, BY_POSITION])
 def test_a_plan_says_which_way_attention_goes(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KeyStretch] = []
@@ -126,7 +112,16 @@ def test_a_plan_says_which_way_attention_goes(found: str, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(BlockAttention, "run", counted)
-    model = tiny()
+    model = from_mlx_lm(
+        "llama",
+        hidden_size=128,
+        num_hidden_layers=1,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-5,
+        vocab_size=45,
+    )
     plain = model(mx.array([[3, 1, 4]]))
     kinds = bindings.attach(model).kinds
     with simulated(), verifying(Plan(3, by_position=kinds, attention=route)):
