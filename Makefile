@@ -27,8 +27,8 @@ zoo: $(VENV)/.test-ready
 
 # The same with calls of several rows rounding differently from calls of one, as they do on a GPU; takes hours.
 double: $(VENV)/.test-ready
-	$(PYTHON) -m pytest -m double
-	$(PYTHON) scripts/double.py
+	$(PYTHON) -m pytest -n 2 -m double
+	$(PYTHON) scripts/double.py --jobs 2
 
 # Our Metal kernels against MLX's own, in the simulator; needs clang++, takes about ten minutes.
 metal-sim: $(VENV)/.test-ready

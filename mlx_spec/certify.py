@@ -28,7 +28,16 @@ from mlx_spec.target.lengths import block_limit
 from mlx_spec.target.model import Target
 from mlx_spec.target.routes import BLOCK, STEP_THROUGH, Plan, Route, plan_of
 from mlx_spec.target.subjects import find_subjects
-from mlx_spec.target.trial import CANNOT_TAKE, PROBES, Probe, Situation, Trial, require_cuttable
+from mlx_spec.target.trial import (
+    CANNOT_TAKE,
+    PROBES,
+    Probe,
+    Situation,
+    Trial,
+    attention_calls,
+    evaluated,
+    require_cuttable,
+)
 from mlx_spec.target.verdicts import Verdicts, facts_of
 
 Verify = Literal["exact", "fast"]
@@ -145,9 +154,8 @@ class Certificate:
 
     def _calls(self, width: int) -> list[AttentionCall]:
         if width not in self._attention:
-            model = self._alive()
-            trial = self._trial(model, PROBES[0], None)
-            self._attention[width] = trial.attention(model, width, self._route(width, Drive.BLOCK))
+            route = self._route(width, Drive.BLOCK)
+            self._attention[width] = attention_calls(self._alive(), self._situation.caches, width, route)
         return self._attention[width]
 
     def route(self, width: int, drive: Drive, keys: KeyStretch | None = None) -> Route:
@@ -188,7 +196,7 @@ class Certificate:
     def _trial(self, model: Any, probe: Probe, length: int | None) -> Trial:
         likeness = self._situation.caches
         if probe not in self._read:
-            self._read[probe] = probe.read(model, likeness)
+            self._read[probe] = evaluated(probe.read(model, likeness))
         if (probe, length) not in self._trials:
             self._trials[probe, length] = Trial(probe, copy.deepcopy(self._read[probe]), likeness, length)
         return self._trials[probe, length]

@@ -68,12 +68,12 @@ class Probe(NamedTuple):
         return mx.array([[(self.stride * place + 3) % self.modulus for place in places]])
 
     def read(self, model: Any, likeness: Likeness) -> list[Any]:
-        """Caches that have read it, in one forward or, where a model takes no more, token by token."""
+        """Caches that have read it, in one forward or, where a model takes no more, token by token; not evaluated."""
         for step in (self.tokens, 1):
             caches = likeness.fresh()
             try:
                 for start in range(0, self.tokens, step):
-                    mx.eval(model(self.ids(start, step), cache=caches), cache_arrays(caches))
+                    model(self.ids(start, step), cache=caches)
             except CANNOT_TAKE:
                 if step == 1:
                     raise
@@ -100,8 +100,7 @@ class Trial:
             stretch(caches, length)
         likeness.quantize(caches)
         self._probe = probe
-        mx.eval(cache_arrays(caches))
-        self._start = caches
+        self._start = evaluated(caches)
         self._stepped = copy.deepcopy(caches)
         self._logits: list[mx.array] = []
         self._states: list[list[mx.array]] = []
@@ -118,20 +117,6 @@ class Trial:
         elif needs_mixers(self._start):
             parts = {1, width - 1, width}
         return all(self._equal_keeping(model, width, count, route) for count in sorted(parts, reverse=True))
-
-    def attention(self, model: Any, width: int, route: Route) -> list[AttentionCall]:
-        """How the model attends with a block, each kind of call once, as far as its attention is bound.
-
-        Cost:
-            A copy of the caches and a forward of which nothing is evaluated.
-        """
-        with (
-            SpeculativeCacheTransaction(copy.deepcopy(self._start), width, drive=route.drive) as tx,
-            verifying(route.plan),
-            noting(width) as noted,
-        ):
-            model(self._probe.ids(self._probe.tokens, width), cache=tx.caches)
-        return noted.calls
 
     def _equal_keeping(self, model: Any, width: int, retained: int, route: Route) -> bool:
         caches = copy.deepcopy(self._start)
@@ -159,6 +144,30 @@ class Trial:
             mx.eval(step, states)
             self._logits.append(step)
             self._states.append(states)
+
+
+def evaluated(caches: list[Any]) -> list[Any]:
+    """The caches, for other threads to read."""
+    mx.eval(cache_arrays(caches))
+    return caches
+
+
+def attention_calls(model: Any, likeness: Likeness, width: int, route: Route) -> list[AttentionCall]:
+    """How the model attends with a block, each kind of call once, as far as its attention is bound.
+
+    Cost:
+        Two forwards of which nothing is evaluated.
+    """
+    probe = PROBES[0]
+    caches = probe.read(model, likeness)
+    likeness.quantize(caches)
+    with (
+        SpeculativeCacheTransaction(caches, width, drive=route.drive) as tx,
+        verifying(route.plan),
+        noting(width) as noted,
+    ):
+        model(probe.ids(probe.tokens, width), cache=tx.caches)
+    return noted.calls
 
 
 def require_cuttable(model: Any, width: int, likeness: Likeness) -> None:

@@ -24,7 +24,7 @@ from mlx_spec.ops.base import STOCK
 from mlx_spec.target import bindings, mixers
 from mlx_spec.target.bindings import NAME
 from mlx_spec.target.routes import BLOCK, POSITIONS, Plan, Routed, verifying
-from mlx_spec.target.trial import PROBES, Trial
+from mlx_spec.target.trial import attention_calls
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, independent_copy, run_stock
@@ -465,8 +465,8 @@ def test_attention_is_noted_as_the_model_calls_it_and_each_kind_once() -> None:
     model = subject_named("gpt_oss").model
     mixers.attach(model)
     bindings.attach(model)
-    trial = Trial(PROBES[0], PROBES[0].read(model, Likeness(new_caches(model))), Likeness(new_caches(model)))
-    calls = trial.attention(model, 4, BLOCK)
+    likeness = Likeness(new_caches(model))
+    calls = attention_calls(model, likeness, 4, BLOCK)
     # Its sliding layers go by position, so only those that see everything attend with a block.
     assert [(call.width, call.mask, call.sinks, call.packing) for call in calls] == [(4, "causal", True, None)]
-    assert trial.attention(model, 4, POSITIONS) == []
+    assert attention_calls(model, likeness, 4, POSITIONS) == []
