@@ -104,12 +104,20 @@ def target_without_weights(path_or_id: str | Path) -> Target:
     folder = settings_folder(path_or_id)
     config = read_config(folder)
     model_type = str(config.get("model_type"))
-    name = mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type)
+    name = _module_name(model_type, config.get("architectures"))
     if not name.isidentifier() or find_spec(f"mlx_lm.models.{name}") is None:
         raise UnsupportedOption(f"{folder / CONFIG_NAME}: model_type is {model_type!r}, for which mlx-lm has no module")
     with telling(folder):
         module = import_module(f"mlx_lm.models.{name}")
         return Target(module.Model(module.ModelArgs.from_dict(config)), has_weights=False)
+
+
+def _module_name(model_type: str, architectures: object) -> str:
+    """What mlx-lm calls the module that reads such a config."""
+    for architecture in architectures if isinstance(architectures, list) else []:
+        if (model_type, architecture) in mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING:
+            return str(mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING[model_type, architecture])
+    return str(mlx_lm_utils.MODEL_REMAPPING.get(model_type, model_type))
 
 
 def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:

@@ -9,7 +9,6 @@ random text.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -23,183 +22,17 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import longcat_flash
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
 
 from mlx_spec.target.model import Target
 from tests.drafters.native import FIXTURES, build_target
 from tests.tiny import randomise
+from tests.tiny_mtp_configs import CONFIGS, VOCAB, Config
 
-Config = dict[str, Any]
 Tensors = dict[str, mx.array]
-
-VOCAB = 64
 
 LOUDNESS = 8
 """Times the fixtures' embeddings, which their layers drown: what comes next would depend on the whole text alone."""
-
-_LATENT = {
-    "hidden_size": 36,
-    "intermediate_size": 52,
-    "moe_intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 5,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 14,
-    "q_lora_rank": 18,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 2,
-    "moe_layer_freq": 1,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "routed_scaling_factor": 1.5,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "attention_bias": False,
-    "vocab_size": VOCAB,
-    "num_nextn_predict_layers": 1,
-}
-# Fewer keys than the text has tokens, so that attention is sparse.
-_SPARSE = {**_LATENT, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 5}
-
-CONFIGS: Mapping[str, Config] = {
-    "deepseek_v32": {"model_type": "deepseek_v32", **_SPARSE},
-    "glm_moe_dsa": {
-        "model_type": "glm_moe_dsa",
-        **{key: value for key, value in _SPARSE.items() if key != "rope_theta"},
-        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-    },
-    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT},
-    "kimi_k25": {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", **_LATENT}},
-    "mimo": {
-        "model_type": "mimo",
-        "hidden_size": 40,
-        "num_hidden_layers": 3,
-        "intermediate_size": 52,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        "rope_theta": 1e4,
-        "num_nextn_predict_layers": 1,
-    },
-    "step3p5": {
-        "model_type": "step3p5",
-        "hidden_size": 40,
-        "num_hidden_layers": 3,
-        "vocab_size": VOCAB,
-        "num_attention_heads": 4,
-        "num_attention_groups": 2,
-        "head_dim": 12,
-        "intermediate_size": 52,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": [1e4, 2e4, 1e4, 3e4, 1e4],
-        "sliding_window": 6,
-        # Two entries past the model's layers, one for each that predicts.
-        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "partial_rotary_factors": [0.5, 1.0, 0.5, 0.5, 1.0],
-        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 3},
-        "moe_num_experts": 5,
-        "moe_top_k": 2,
-        "moe_intermediate_size": 20,
-        "share_expert_dim": 24,
-        "moe_layers_enum": "1,2",
-        "swiglu_limits": [0.0, 0.0, 7.0, 0.0, 0.0],
-        "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5, 0.0],
-        "num_nextn_predict_layers": 1,
-    },
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "hidden_size": 40,
-        "vocab_size": VOCAB,
-        "intermediate_size": 52,
-        "max_position_embeddings": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "attention_bias": False,
-        "mamba_num_heads": 3,
-        "mamba_head_dim": 8,
-        "mamba_proj_bias": False,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "mlp_bias": False,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "hybrid_override_pattern": "ME*",
-        "moe_intermediate_size": 20,
-        "moe_shared_expert_intermediate_size": 24,
-        "n_group": 1,
-        "n_routed_experts": 5,
-        "n_shared_experts": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "num_nextn_predict_layers": 1,
-        "mtp_hybrid_override_pattern": "*E",
-    },
-    "exaone_moe": {
-        "model_type": "exaone_moe",
-        "vocab_size": VOCAB,
-        "hidden_size": 40,
-        "intermediate_size": 52,
-        "moe_intermediate_size": 20,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 1,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 256,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "is_moe_layer": [False, True, True],
-        "rope_theta": 1e4,
-        "num_nextn_predict_layers": 1,
-        "mtp_layer_types": ["full_attention"],
-        "mtp_sliding_windows": [0],
-    },
-    "longcat_flash": {
-        "model_type": "longcat_flash",
-        "attention_method": "MLA",
-        "zero_expert_type": "identity",
-        "hidden_size": 36,
-        "ffn_hidden_size": 52,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 20,
-        "n_routed_experts": 4,
-        "zero_expert_num": 2,
-        "num_layers": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 256,
-        "num_attention_heads": 4,
-        "kv_lora_rank": 14,
-        "q_lora_rank": 18,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 10,
-        "routed_scaling_factor": 1.5,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-        "attention_bias": False,
-        "num_nextn_predict_layers": 1,
-    },
-}
-"""config.json of families without a fixture."""
 
 FROM_FIXTURES = ("deepseek_v3", "glm4_moe", "qwen35_dense_real", "qwen35_moe_real", "qwen3_next")
 
@@ -213,7 +46,7 @@ class Names:
     embedding_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None
     place: str
     layer: str = ""
     copies: tuple[str, ...] = ()
@@ -222,8 +55,10 @@ class Names:
     reads_normed: bool = True
 
 
+_NEXTN_PARTS = ("enorm", "hnorm", "eh_proj")
 _NEXTN = Names(
-    *("enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.3."),
+    *_NEXTN_PARTS,
+    *("shared_head.norm", "model.layers.3."),
     copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 _QWEN = Names(
@@ -247,6 +82,10 @@ _NAMES = {
         layer="layers.0.",
         copies=("embed_tokens.weight",),
     ),
+    "mimo_v2_flash": Names(*_NEXTN_PARTS, "final_layernorm", "model.mtp.layers.0.", reads_normed=False),
+    "ernie4_5_moe": Names("emb_norm.0", "hidden_norm.0", "linear_proj.0", None, "model.mtp_", layer="block.0."),
+    "bailing_hybrid": Names(*_NEXTN_PARTS, "final_layernorm", "model.layers.2."),
+    "bailing_moe_v3": Names(*_NEXTN_PARTS, "final_layernorm", "model.layers.2."),
 }
 
 
@@ -314,11 +153,14 @@ def deeper(family: str) -> nn.Module:
     if family == "exaone_moe":
         text["layer_types"].append("full_attention")
         text["is_moe_layer"].append(False)
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    args = module.ModelArgs.from_dict(config)
+    if family == "mimo_v2_flash":
+        text["hybrid_layer_pattern"].append(1)
+        text["moe_layer_freq"].append(0)
+    model_class, arguments = _get_classes(config)
+    args = arguments.from_dict(config)
 
     def build() -> nn.Module:
-        model: nn.Module = module.Model(args)
+        model: nn.Module = model_class(args)
         if family == "longcat_flash":
             model.layers.append(OneAttention(args))
         return model
@@ -343,7 +185,7 @@ class OneAttention(nn.Module):
 
 
 _EXPERTS = re.compile(r"(.*\.)switch_mlp\.(\w+)\.weight")
-_LATENTS = re.compile(r"(.*\.self_attn\.(?:\d\.)?)embed_q\.weight")
+_LATENTS = re.compile(r"(.*\.(?:self_attn|attention)\.(?:\d\.)?)embed_q\.weight")
 _EXPERT_PARTS = {"fc1": "up_proj", "fc2": "down_proj"}
 
 _STORED_AS: Mapping[str, Mapping[str, str]] = {
@@ -356,6 +198,8 @@ _STORED_AS: Mapping[str, Mapping[str, str]] = {
     },
     "exaone_moe": {r"mlp\.gate\.e_score_correction_bias": "mlp.e_score_correction_bias"},
     "longcat_flash": {r"(?<=layers\.2\.)mlp\.": "transformer_layer.mlp."},
+    "mimo_v2_flash": {r"(?<=layers\.3\.)post_attention_layernorm": "pre_mlp_layernorm"},
+    "bailing_hybrid": {r"mlp\.gate\.gate_proj\.": "mlp.gate."},
 }
 """Family -> part of a name in mlx-lm -> in the files."""
 
@@ -399,7 +243,7 @@ def _placed(name: str, family: str) -> str:
         layer = re.fullmatch(r"backbone\.layers\.([34])\.(.*)", name)
         return f"{names.place}{names.layer}{int(layer[1]) - 3}.{layer[2]}" if layer else name
     layer = re.fullmatch(r"((?:language_model\.)?model\.)layers\.([23])\.(.*)", name)
-    last = "2" if family == "longcat_flash" else "3"
+    last = "2" if family in ("longcat_flash", "bailing_hybrid", "bailing_moe_v3") else "3"
     return f"{names.place}{names.layer}{layer[3]}" if layer and layer[2] == last else name
 
 
@@ -412,9 +256,11 @@ def _add_parts(tensors: Tensors, family: str) -> None:
     def normal(*shape: int) -> mx.array:
         return mx.array(rng.standard_normal(shape, dtype=np.float32))
 
-    for part in (names.embedding_norm, names.hidden_norm, names.final_norm):
+    for part in filter(None, (names.embedding_norm, names.hidden_norm, names.final_norm)):
         tensors[f"{names.place}{part}.weight"] = 1 + 0.1 * normal(size)
     tensors[f"{names.place}{names.projection}.weight"] = normal(size, 2 * size) / (2 * size) ** 0.5
+    if config.get("use_bias") and family == "ernie4_5_moe":
+        tensors[f"{names.place}{names.projection}.bias"] = 0.1 * normal(size)
     before = "language_model." if family == "kimi_k25" else ""
     for part in names.copies:
         same = f"{before}lm_head.weight" if "head" in part else f"{before}model.embed_tokens.weight"
@@ -433,7 +279,7 @@ _NEAR_ZERO = 1e-6
 def _plant(tensors: Tensors, family: str) -> None:
     names, own = names_of(family), target(family)
     for name, array in tensors.items():
-        if name.startswith(names.place) and re.search(r"o_proj|down_proj", name):
+        if name.startswith(names.place) and re.search(r"o_proj|dense|down_proj|linear_proj\.0\.bias", name):
             tensors[name] = mx.zeros_like(array)
     one = mx.zeros if names.zero_centred else mx.ones
     size = own.hidden_size
@@ -441,7 +287,8 @@ def _plant(tensors: Tensors, family: str) -> None:
         tensors[f"{names.place}{part}.weight"] = one((size,))
     final = r"(model\.|language_model\.|backbone\.)*norm(_f)?\.weight"
     (norm,) = [array for name, array in tensors.items() if re.fullmatch(final, name)]
-    tensors[f"{names.place}{names.final_norm}.weight"] = norm
+    if names.final_norm is not None:
+        tensors[f"{names.place}{names.final_norm}.weight"] = norm
     tensors[f"{names.place}{names.projection}.weight"] = _fitted(own, names)
     if family == "step3p5":
         tensors[f"{names.place}shared_head.output.weight"] = tensors["lm_head.weight"]

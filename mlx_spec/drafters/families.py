@@ -196,7 +196,15 @@ _MTP = (
         targets=("mimo",),
         layouts=("native", "split"),
     ),
-    Family(name="mimo_v2_mtp", kind="mtp", natives=("mimo_v2_flash",), targets=("mimo_v2_flash",), layouts=("native",)),
+    Family(
+        name="mimo_v2_mtp",
+        kind="mtp",
+        module="mlx_spec.drafters.mtp",
+        model_types=("mimo_v2_flash_mtp",),
+        natives=("mimo_v2_flash",),
+        targets=("mimo_v2_flash",),
+        layouts=("native", "split"),
+    ),
     Family(
         name="step3p5_mtp",
         kind="mtp",
@@ -224,7 +232,15 @@ _MTP = (
         targets=("exaone_moe",),
         layouts=("native", "split"),
     ),
-    Family(name="ernie4_5_mtp", kind="mtp", natives=("ernie4_5_moe",), targets=("ernie4_5_moe",), layouts=("native",)),
+    Family(
+        name="ernie4_5_mtp",
+        kind="mtp",
+        module="mlx_spec.drafters.mtp",
+        model_types=("ernie4_5_moe_mtp",),
+        natives=("ernie4_5_moe",),
+        targets=("ernie4_5_moe",),
+        layouts=("native", "split"),
+    ),
     Family(
         name="longcat_flash_mtp",
         kind="mtp",
@@ -237,9 +253,11 @@ _MTP = (
     Family(
         name="bailing_mtp",
         kind="mtp",
+        module="mlx_spec.drafters.mtp",
+        model_types=("bailing_hybrid_mtp", "bailing_moe_v3_mtp"),
         natives=("bailing_hybrid", "bailing_moe_v3"),
         targets=("bailing_hybrid", "bailing_moe_v3"),
-        layouts=("native",),
+        layouts=("native", "split"),
     ),
     Family(
         name="deepseek_v41_mtp",

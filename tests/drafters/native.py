@@ -7,7 +7,6 @@ that a converter left one by one, a rotation that newer configs keep in an objec
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.utils import MODEL_REMAPPING
+from mlx_lm.utils import _get_classes
 
 from mlx_spec.target.model import Target
 
@@ -45,12 +44,11 @@ def native_target(folder: Path) -> Target:
 def build_target(config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> Target:
     """A target from a config.json object and the tensors of its checkpoint, prediction layer included."""
     config = flat(config)
-    name = MODEL_REMAPPING.get(config["model_type"], config["model_type"])
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))
     beyond = re.compile(rf"(^|\.)layers\.{len(model.layers)}\.")
     kept = {key: array for key, array in tensors.items() if not PREDICTION.search(key) and not beyond.search(key)}
-    if name in FUSED:
+    if model_class.__module__.rpartition(".")[2] in FUSED:
         kept = _side_by_side(kept)
     model.load_weights(list(model.sanitize(kept).items()))
     model.eval()

@@ -130,6 +130,7 @@ MTP_TENSORS = {
     "mimo": "model.mtp_layers.0.input_proj.weight",
     "mimo_v2_flash": "model.mtp.layers.0.eh_proj.weight",
     "ernie4_5_moe": "model.mtp_block.0.mlp.up_proj.weight",
+    "bailing_hybrid": "model.layers.32.eh_proj.weight",
     "nemotron_h": "mtp.layers.0.eh_proj.weight",
     "step3p5": "model.layers.45.eh_proj.weight",
     "exaone_moe": "mtp.pre_fc_norm_embedding.weight",

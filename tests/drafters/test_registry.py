@@ -113,7 +113,7 @@ def test_architectures_of_a_wrong_type_are_an_error(architectures: object) -> No
         resolve_drafter_kind({"architectures": architectures})
 
 
-@pytest.mark.parametrize("name", ["mimo_v2_mtp"])
+@pytest.mark.parametrize("name", ["eagle", "other_native_mtp"])
 def test_a_family_that_is_not_built_names_itself_and_what_works(name: str) -> None:
     with pytest.raises(UnsupportedOption, match=f"'{name}' .*cannot be loaded yet.*eagle3, .*ngram"):
         open_family(FAMILY_BY_NAME[name])

@@ -22,7 +22,7 @@ from mlx_spec.target.model import Target
 __all__ = ["load"]
 
 
-_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+_ROUTERS = ("mlp.gate", "mlp.gate.gate_proj", "mlp.shared_expert_gate")
 """Stay in floating point: which experts are asked hangs on small differences."""
 
 

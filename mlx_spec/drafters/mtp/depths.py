@@ -1,7 +1,9 @@
-"""Prediction layers of which each drafts one token: layer k reads what layer k - 1 gave at the same position.
+"""Prediction layers of which each drafts one token.
 
-Layer k's pair of position i is (what layer k - 1 gave there, the token at i + 1 + k), and it predicts the token after
-that one. Layer 0 reads the target. Past the last layer, the last goes on by reading its own output.
+Layer k's pair of position i is (a hidden state of that position, the token at i + 1 + k), and it predicts the token
+after that one. Layer 0 reads the target's state. The others read what the layer before gave at the same position, if
+they are chained, or else the target's state like the first. Past the last layer, the last goes on by reading its own
+output.
 
 Source: DeepSeek-V3 technical report 2024, arXiv:2412.19437, section 2.2.
 """
@@ -27,7 +29,7 @@ class _Layer:
     Attributes:
         depth: its number, k.
         done: pairs in its caches, those of positions 0 to done - 1.
-        rows: what the layer before gave at positions from `done` on, as far as that hangs on committed tokens alone.
+        rows: the states it reads, at positions from `done` on, as far as these hang on committed tokens alone.
     """
 
     def __init__(self, depth: int, network: ChainNetwork) -> None:
@@ -68,12 +70,14 @@ class DepthsState(DrafterState):
         networks: one per depth.
         target: lends its embedding and its final norm.
         start: absolute position of the first token it will be shown.
+        chained: each layer after the first reads what the one before it gave.
     """
 
-    def __init__(self, networks: Sequence[ChainNetwork], target: Target, start: int) -> None:
+    def __init__(self, networks: Sequence[ChainNetwork], target: Target, start: int, *, chained: bool = True) -> None:
         self._layers = [_Layer(depth, network) for depth, network in enumerate(networks)]
         self._target = target
         self._start = start
+        self._chained = chained
         # Tokens shown, of which those from `_first` on are kept.
         self._count = 0
         self._first = 0
@@ -141,7 +145,7 @@ class DepthsState(DrafterState):
         given: list[mx.array] = []
         try:
             for layer in self._layers[:count]:
-                read = mx.concatenate([*layer.rows, *given], axis=1)
+                read = mx.concatenate([*layer.rows, *(given if self._chained else ())], axis=1)
                 further = max(0, count - len(self._layers)) if layer is self._layers[-1] else 0
                 tx = SpeculativeCacheTransaction(layer.caches, read.shape[1] + further)
                 rounds.append(tx)
@@ -181,7 +185,8 @@ class DepthsState(DrafterState):
             )
         self._ids = [[*old, *new] for old, new in zip(self._ids or [[]] * len(tokens), tokens, strict=True)]
         self._count += len(tokens[0])
-        self._layers[0].rows.append(hidden)
+        for layer in self._layers[:1] if self._chained else self._layers:
+            layer.rows.append(hidden)
 
     def _run_committed(self) -> None:
         """Run the pairs whose token is committed, without heads."""
@@ -207,11 +212,11 @@ class DepthsState(DrafterState):
             tx.commit(kept)
             layer.done += kept
             layer.rows = [mx.contiguous(read[:, kept : end - begin])] if end > layer.done else []
-            end = layer.done
+            end = layer.done if self._chained else end
         self._hand_on(layer, mx.contiguous(draft.given[:, :kept]))
 
     def _hand_on(self, layer: _Layer, given: mx.array) -> None:
-        if layer is not self._layers[-1]:
+        if self._chained and layer is not self._layers[-1]:
             self._layers[layer.depth + 1].rows.append(given)
 
     def _forget_ids(self) -> None:
@@ -229,7 +234,7 @@ class DepthsState(DrafterState):
         return mx.concatenate([ids, *drafted], axis=1)
 
     def _run(self, layer: _Layer, tokens: mx.array, rows: mx.array, caches: Sequence[Any]) -> mx.array:
-        hidden = rows if layer.depth else layer.network.fuse(rows, self._target)
+        hidden = rows if layer.depth and self._chained else layer.network.fuse(rows, self._target)
         return layer.network.run(tokens, hidden, caches, self._start, self._target)
 
 

@@ -54,7 +54,7 @@ def is_split(config: Mapping[str, Any]) -> bool:
 
 def places_of(layout: Layout, layers: int, depth: int = 0) -> tuple[str, ...]:
     """What names of a prediction layer's tensors may start with, in a checkpoint of a target with so many layers."""
-    return tuple(place.format(n=layers + depth) for place in layout.places)
+    return tuple(place.format(n=layers + depth, k=depth) for place in layout.places)
 
 
 def place_alone(depth: int, count: int) -> str:

@@ -37,8 +37,11 @@ class Layout:
         body: attributes its trunk is given then.
         whole_caches: its window is kept by the mask alone, as a ring cannot be cut inside a block written at once.
         empty_caches: places after its caches where the trunk looks for one and needs none.
-        places: what tensor names start with; "{n}" stands for the number of the target's layers.
-        embedding_norm, hidden_norm, projection, final_norm: names after the place.
+        places: what tensor names start with; "{n}" stands for the number of the target's layers, and one more for each
+            depth, "{k}" for the depth's number.
+        embedding_norm, hidden_norm, projection: names after the place.
+        final_norm: the same; None where the target's own norm serves, before the head and before the next pair.
+        biased: the argument that says whether the projection has a bias; None where it has none.
         layer: what follows the place in names of the decoder layer's tensors; "{i}" stands for its number.
         renamed: start of a name in mlx-lm's decoder layer -> in the files.
         wrapped: what files may have between `layer` and the names of the decoder layer's tensors.
@@ -49,7 +52,8 @@ class Layout:
         reads_normed: the hidden states are those after a norm, the target's final one or the layer's own; otherwise
             those before it, and the norm is passed on the way to the head alone.
         zero_centred: norm weights are kept as w - 1, as the architecture's other norms are, until converted for MLX.
-        one_per_depth: checkpoints have several prediction layers, whose places differ in "{n}". Each drafts one token.
+        one_per_depth: checkpoints have several prediction layers, each in a place of its own. Each drafts one token.
+        chained: of several, each reads what the one before it gave at the same position; otherwise all read the target.
         settings: key of config.json -> what it may say. Anything else describes a layer that is not known.
         split_type: `model_type` of a folder that holds the prediction layer alone.
         width: tokens per verify call where the checkpoint names none.
@@ -70,7 +74,8 @@ class Layout:
     embedding_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
+    final_norm: str | None
+    biased: str | None = None
     layer: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     wrapped: str | None = None
@@ -80,6 +85,7 @@ class Layout:
     reads_normed: bool = True
     zero_centred: bool = False
     one_per_depth: bool = False
+    chained: bool = True
     settings: Mapping[str, Collection[object]] = field(default_factory=lambda: {"mtp_layer_types": _FULL_ATTENTION})
     split_type: str
     width: int = 2
@@ -241,6 +247,55 @@ _LONGCAT_FLASH = Layout(
     copies={"embed_tokens.weight": "embedding"},
     split_type="longcat_flash_mtp",
 )
+_MIMO_V2_FLASH = Layout(
+    module="mimo_v2_flash",
+    epsilon="layernorm_epsilon",
+    # Dense, with a window. The trunk looks for a layer of either kind among those it is told of.
+    sole_layer={"num_hidden_layers": 1, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]},
+    whole_caches=True,
+    empty_caches=1,
+    places=("model.mtp.layers.{k}.",),
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="final_layernorm",
+    renamed={"post_attention_layernorm.": "pre_mlp_layernorm."},
+    reads_normed=False,
+    one_per_depth=True,
+    chained=False,
+    split_type="mimo_v2_flash_mtp",
+)
+_ERNIE4_5_MOE = Layout(
+    module="ernie4_5_moe",
+    sole_layer={"num_hidden_layers": 1, "moe_layer_start_index": 1},
+    # Nothing but these starts so.
+    places=("model.mtp_",),
+    embedding_norm="emb_norm.0",
+    hidden_norm="hidden_norm.0",
+    projection="linear_proj.0",
+    final_norm=None,
+    biased="use_bias",
+    layer="block.{i}.",
+    split_type="ernie4_5_moe_mtp",
+)
+_BAILING_MOE_V3 = Layout(
+    module="bailing_moe_v3",
+    lookup="word_embeddings",
+    # Latent attention and experts, whatever the place in the pattern of layers.
+    sole_layer={"num_hidden_layers": 1, "layer_group_size": 1, "first_k_dense_replace": 0},
+    places=("model.layers.{n}.",),
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="final_layernorm",
+    split_type="bailing_moe_v3_mtp",
+)
+_BAILING_HYBRID = replace(
+    _BAILING_MOE_V3,
+    module="bailing_hybrid",
+    renamed={"mlp.gate.gate_proj.": "mlp.gate."},
+    split_type="bailing_hybrid_mtp",
+)
 
 LAYOUT_BY_ARCHITECTURE: Mapping[str, Layout] = {
     "qwen3_5": _QWEN3_5,
@@ -257,19 +312,17 @@ LAYOUT_BY_ARCHITECTURE: Mapping[str, Layout] = {
     "nemotron_h": _NEMOTRON_H,
     "exaone_moe": _EXAONE_MOE,
     "longcat_flash": _LONGCAT_FLASH,
+    "mimo_v2_flash": _MIMO_V2_FLASH,
+    "ernie4_5_moe": _ERNIE4_5_MOE,
+    "bailing_hybrid": _BAILING_HYBRID,
+    "bailing_moe_v3": _BAILING_MOE_V3,
 }
 """mlx-lm module of the target -> layout."""
 
 _NO_REFERENCE = "no reference for the order and norms of its parts is known well enough"
 
 WITHOUT_LAYOUT: Mapping[str, str] = {
-    "mimo_v2_flash": "implementations disagree on the state its first layer reads: before the target's final norm "
-    "(SGLang) or after it (vLLM)",
-    "ernie4_5_moe": "implementations disagree on the norm before the head: the target's (Baidu's own code) or none "
-    "(vLLM, SGLang), and on the state it reads",
     "longcat_flash_ngram": "it embeds the last few tokens together, so there is no table to share",
-    "bailing_hybrid": "which attention its prediction layer has is not known",
-    "bailing_moe_v3": "which attention its prediction layer has is not known",
     "kimi_linear": _NO_REFERENCE,
     "mellum": _NO_REFERENCE,
     "youtu_llm": _NO_REFERENCE,

@@ -31,8 +31,8 @@ class Passed(nn.Module):
 class Predictor(nn.Module):
     """The modules of a prediction layer, so that their parameters have names and can be quantized.
 
-    `body` is mlx-lm's own model of one layer: it makes the masks. It ends with the prediction layer's norm, unless the
-    next pair is made of what comes before that norm: then `final_norm` is passed on the way to the head.
+    `body` is mlx-lm's own model of one layer: it makes the masks. It ends with the prediction layer's norm, if there is
+    one, unless the next pair is made of what comes before it: then `final_norm` is passed on the way to the head.
 
     Args:
         layout: of the family.
@@ -45,7 +45,8 @@ class Predictor(nn.Module):
         size, eps = args.hidden_size, getattr(args, layout.epsilon)
         self.embedding_norm = nn.RMSNorm(size, eps=eps)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.projection = nn.Linear(2 * size, size, bias=False)
+        biased = layout.biased is not None and getattr(args, layout.biased)
+        self.projection = nn.Linear(2 * size, size, bias=biased)
         self.body = body
         if not layout.reads_normed:
             self.final_norm = nn.RMSNorm(size, eps=eps)
@@ -74,7 +75,7 @@ def new_predictor(layout: Layout, target: Target, depth: int = 0) -> tuple[Predi
         sole = getattr(module, layout.model)(args)
         trunk = getattr(sole, layout.trunk)
         setattr(trunk, layout.lookup, Passed())
-        if not layout.reads_normed:
+        if not layout.reads_normed or layout.final_norm is None:
             setattr(trunk, layout.trunk_norm, Passed())
         for name, value in layout.body.items():
             setattr(trunk, name, value)
@@ -127,7 +128,8 @@ class MtpNetwork(ChainNetwork):
         Positions count from the first pair: attention sees their differences alone, so `start` changes nothing.
         """
         del start
-        return self.predictor(target.embed(tokens).astype(self.dtype), hidden, caches)
+        states = self.predictor(target.embed(tokens).astype(self.dtype), hidden, caches)
+        return target.final_norm(states).astype(self.dtype) if self._layout.final_norm is None else states
 
     def carry(self, states: mx.array) -> mx.array:
         """See `ChainNetwork.carry`."""
@@ -181,5 +183,5 @@ class MtpDrafter(Drafter):
     def open(self, target: Target, start: int = 0) -> ChainState | DepthsState:
         """Make the state for one request; see `Drafter.open`."""
         if len(self.networks) > 1:
-            return DepthsState(self.networks, target, start)
+            return DepthsState(self.networks, target, start, chained=self.layout.chained)
         return ChainState(self.network, target, start)

@@ -21,7 +21,7 @@ NAMED = 12
 
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
-_STACK, _ATTENTION = "switch_mlp.", "self_attn."
+_STACK = "switch_mlp."
 
 _LATENT_PARTS = ("embed_q.weight", "unembed_out.weight")
 
@@ -72,9 +72,10 @@ def kept_as(name: str, shapes: Mapping[str, tuple[int, ...]], found: Collection[
     before, stack, _ = name.partition(_STACK)
     if stack and not _any_starts(found, before + stack):
         return _expert_form(name, shape, found)
-    before, attention, part = name.rpartition(_ATTENTION)
-    if part in _LATENT_PARTS and not any(before + attention + each in found for each in _LATENT_PARTS):
-        return _latent_form(before + attention, part, shapes)
+    for part in _LATENT_PARTS:
+        attention = name.removesuffix(part)
+        if name.endswith(part) and not any(attention + each in found for each in _LATENT_PARTS):
+            return _latent_form(attention, part, shapes)
     return Kept({name: shape}, lambda arrays: arrays[0])
 
 
