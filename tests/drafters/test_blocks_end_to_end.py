@@ -18,7 +18,7 @@ from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.generate import speculative_generate_step
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
-from tests.double import PATTERNS, double
+from tests.double import PATTERNS, double, each_chip
 from tests.oracle import OracleRun, assert_same_output, run_stock
 from tests.same_cache import assert_same_cache
 from tests.tiny import MIXES, randomise
@@ -106,11 +106,12 @@ def test_the_text_is_that_of_one_token_decoding_and_a_good_drafter_is_accepted(f
             assert statistics.accepted_tokens >= 3
 
 
+@each_chip
 @pytest.mark.parametrize(("family", "name"), TARGETS.items())
-def test_the_text_is_the_same_where_several_rows_round_differently_from_one(family: str, name: str) -> None:
+def test_the_text_is_the_same_where_several_rows_round_differently_from_one(family: str, name: str, chip: str) -> None:
     # What was found out about a target elsewhere must not answer here.
     source, target = drafter(family, name, planted=True), new_model(name)
-    with double(PATTERNS["gen15"]):
+    with double(PATTERNS[chip]):
         run = run_stock(target, PROMPT, TOKENS, seed=SEED)
         # The double makes some architectures step through, which speculates only when a width is named.
         statistics = speculate_on(target, source, run, draft_block_size=source.default_width)

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
@@ -21,6 +22,7 @@ from mlx_spec.drafters.gemma4_assistant.model import AssistantState, Gemma4Assis
 from mlx_spec.errors import CheckpointError, IncompatiblePair, TransactionError, UnsupportedOption
 from mlx_spec.target.model import Target
 from tests.bits import assert_same_bits
+from tests.double import PATTERNS, double, each_chip
 from tests.oracle import assert_same_output, rng_key, run_stock
 from tests.same_cache import assert_same_cache
 from tests.tiny import MIXES, PROMPT, VOCAB, randomise
@@ -55,13 +57,18 @@ TEXT: dict[str, Any] = {
 @functools.cache
 def target() -> Target:
     """A target whose next token hangs mostly on the last one, and a little on the text before it."""
+    return Target(new_model())
+
+
+def new_model() -> nn.Module:
+    """Its model, of which nothing was found out yet."""
     model = randomise(lambda: gemma4_text.Model(gemma4_text.ModelArgs.from_dict(TEXT)), 5)
     for layer in model.layers:
         layer.self_attn.o_proj.weight = layer.self_attn.o_proj.weight * 0.3
         layer.mlp.down_proj.weight = layer.mlp.down_proj.weight * 0
         layer.layer_scalar = mx.ones((1,))
     mx.eval(model.parameters())
-    return Target(model)
+    return model
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -123,6 +130,16 @@ def test_the_text_is_the_targets_own_and_good_proposals_are_kept(tmp_path: Path,
     assert statistics.drafter_failures == 0
     assert 0 < statistics.accepted_tokens < statistics.proposed_tokens
     assert len(PROMPT) + emitted > 2 * WINDOW
+
+
+@each_chip
+def test_the_text_is_the_same_where_several_rows_round_differently_from_one(tmp_path: Path, chip: str) -> None:
+    drafter, model, statistics = load(write(tmp_path / "a")), new_model(), Statistics()
+    with double(PATTERNS[chip]):
+        run = run_stock(model, PROMPT, 40)
+        options = {"draft_model": drafter, "draft_block_size": 3, "statistics": statistics}
+        assert_same_output(list(generate_step(mx.array(PROMPT), model, max_tokens=40, **options)), run, 40)
+    assert statistics.accepted_tokens > 0
 
 
 def test_a_state_is_a_function_of_the_committed_text() -> None:

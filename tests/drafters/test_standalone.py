@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.adopt import needs_mixers
 from mlx_spec.drafters.standalone import PENDING_LIMIT, StandaloneDrafter, StandaloneState
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
 from mlx_spec.target.model import Target
+from tests.double import PATTERNS, double, each_chip
 from tests.host_reads import count_host_reads
-from tests.oracle import independent_copy
+from tests.oracle import assert_same_output, independent_copy, run_stock
 from tests.rounds.runs import CHOICES, assert_equals_stock, speculate, stock
 from tests.same_cache import assert_same_cache
 from tests.tiny import LONG, MIXES, PROMPT, REQUIRED, VOCAB, from_mlx_lm, randomise
@@ -242,6 +244,20 @@ def test_ids_are_those_of_one_token_decode_whoever_drafts(mix: str, width: int, 
     assert_equals_stock(got, run, LONG)
     assert got.statistics.drafter_failures == 0
     assert got.statistics.proposed_tokens > 0
+
+
+@each_chip
+@pytest.mark.parametrize("mix", REQUIRED)
+def test_ids_are_the_same_where_several_rows_round_differently_from_one(mix: str, chip: str) -> None:
+    # What is found equal on one machine is remembered with the model.
+    model, draft = (randomise(MIXES[mix].build, MIXES[mix].seed) for _ in range(2))
+    statistics = Statistics()
+    with double(PATTERNS[chip]):
+        run = run_stock(model, PROMPT, LONG)
+        options = {"draft_model": StandaloneDrafter(draft), "draft_block_size": 4, "statistics": statistics}
+        assert_same_output(list(generate_step(mx.array(PROMPT), model, max_tokens=LONG, **options)), run, LONG)
+    assert statistics.drafter_failures == 0
+    assert statistics.accepted_tokens > 0
 
 
 def test_no_more_need_be_known_of_a_model_than_that_it_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

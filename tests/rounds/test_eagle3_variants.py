@@ -12,7 +12,7 @@ from mlx_spec.generate import generate_step
 from mlx_spec.pairing import load_drafter
 from mlx_spec.stats import Statistics
 from mlx_spec.target.model import Target
-from tests.double import PATTERNS, double
+from tests.double import PATTERNS, double, each_chip
 from tests.drafters import eagle3_made
 from tests.oracle import assert_same_output, run_stock
 from tests.planted_eagle import PLANTED, planted_variant
@@ -60,12 +60,13 @@ def test_how_the_prompt_was_cut_changes_no_proposal(variant: str) -> None:
     assert cut.statistics.accepted_by_depth == whole.statistics.accepted_by_depth
 
 
-@pytest.mark.parametrize("variant", ["eagle31", "latent"])
-def test_text_is_that_of_the_stock_loop_where_blocks_round_differently(variant: str) -> None:
+@each_chip
+@pytest.mark.parametrize("variant", ["two_layers", "eagle31", "latent"])
+def test_text_is_that_of_the_stock_loop_where_blocks_round_differently(variant: str, chip: str) -> None:
     mix, drafter, statistics = MIXES[PLANTED[variant].mix], planted_variant(variant), Statistics()
     # A model of its own: what was found out about a model without the double does not hold with it.
     model = randomise(mix.build, mix.seed)
-    with double(PATTERNS["gen15"]):
+    with double(PATTERNS[chip]):
         want = run_stock(model, PROMPT, LONG)
         got = list(
             generate_step(

@@ -18,7 +18,7 @@ from mlx_spec.drafters.mtp.model import MtpNetwork
 from mlx_spec.generate import generate_step, speculative_generate_step
 from mlx_spec.pairing import load_drafter
 from mlx_spec.stats import Statistics
-from tests.double import PATTERNS, double
+from tests.double import PATTERNS, double, each_chip
 from tests.drafters.native import build_target
 from tests.oracle import assert_same_output, rng_key, run_stock
 from tests.rounds.runs import SEED, penalties
@@ -105,12 +105,14 @@ def test_a_quantized_layer_is_still_accepted(mode: str) -> None:
     assert statistics.accepted_tokens >= 4
 
 
-def test_where_blocks_round_differently_the_tokens_are_still_the_stock_loops() -> None:
+@each_chip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_blocks_round_differently_the_tokens_are_still_the_stock_loops(family: str, chip: str) -> None:
+    source = drafter(family)
     # What is found equal on one machine is remembered with the model.
-    family = "qwen35_dense_real"
     fresh = build_target(*checkpoint(family)).model
-    with double(PATTERNS["gen15"]):
-        statistics = speculate(fresh, drafter(family), 4)
+    with double(PATTERNS[chip]):
+        statistics = speculate(fresh, source, 4)
     assert statistics.accepted_tokens >= 4
 
 
