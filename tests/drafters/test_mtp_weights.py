@@ -20,7 +20,15 @@ from tests.tiny_mtp import FAMILIES, checkpoint, names_of, target, write
 
 Tensors = dict[str, mx.array]
 
-RECENT = ("nemotron_h", "exaone_moe", "longcat_flash")
+RECENT = (
+    "nemotron_h",
+    "exaone_moe",
+    "longcat_flash",
+    "mimo_v2_flash",
+    "ernie4_5_moe",
+    "bailing_hybrid",
+    "bailing_moe_v3",
+)
 
 COPIES = re.compile(r".*\.(embed_tokens|tok_embeddings|shared_head\.head)\.weight")
 """Repeat the target's, which serve in any case."""
