@@ -19,6 +19,7 @@ def _cut_front(self: Any) -> None:
     held = self.offset - self.start_position
     surplus = held - self.chunk_size
     if surplus > 0:
+        self.journal.losing(surplus)
         keys, values = (side[..., surplus:held, :] for side in (self.keys, self.values))
         _put(self, keys=keys, values=values, start_position=self.start_position + surplus)
 
@@ -30,6 +31,9 @@ def _put(cache: Any, **fields: Any) -> None:
 
 class ChunkedJournal(AppendJournal):
     """Remembers the length, and copies the rows that single steps of the round would cut from the front.
+
+    Rows from before the round are copied when it opens. A round wider than a chunk loses rows of its own too: those are
+    copied when they are cut.
 
     One-token decode cuts before every token, so after n tokens a chunk begins at `_start_after(n)`, however the
     block was fed.
@@ -52,15 +56,25 @@ class ChunkedJournal(AppendJournal):
             # A gather makes a buffer of its own; a slice might share the chunk's and make the next write copy it.
             self._front = (mx.take(cache.keys, index, axis=2), mx.take(cache.values, index, axis=2))
             mx.async_eval(*self._front)
+        # (position of the first, keys, values), in order.
+        self._own: list[tuple[int, mx.array, mx.array]] = []
 
     @property
     def lost(self) -> int:
         return int(self._cache.start_position - self._first_start)
 
+    def losing(self, count: int) -> None:
+        """So many rows are about to be cut from the front."""
+        cache = self._cache
+        first, last = max(self._base, cache.start_position), cache.start_position + count
+        if last > first:
+            index = mx.arange(first, last) - cache.start_position
+            self._own.append((first, mx.take(cache.keys, index, axis=2), mx.take(cache.values, index, axis=2)))
+
     def before_position(self, position: int) -> None:
         super().before_position(position)
         if position:
-            _cut_front(self._cache)
+            self.leaf.maybe_trim_front()
         else:
             # The model has cut for the block by now, and made its masks from here on.
             self._first_start = self._cache.start_position
@@ -79,11 +93,12 @@ class ChunkedJournal(AppendJournal):
 
     def close(self) -> None:
         super().close()
-        self._front, self._uncut = (), None
+        self._front, self._uncut, self._own = (), None, []
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self._front, *(self._uncut or ())))
+        own = [array for _, *sides in self._own for array in sides]
+        return sum(array.nbytes for array in (*self._front, *(self._uncut or ()), *own))
 
     def _start_after(self, count: int) -> int:
         """Position of the first row after so many one-token forwards."""
@@ -106,9 +121,20 @@ class ChunkedJournal(AppendJournal):
         """Rows [start, end) by position, from what the cache still has and the copies of its front."""
         held = (self._cache.keys, self._cache.values)[side]
         first = self._cache.start_position
-        rows: mx.array = held[..., max(0, start - first) : end - first, :]
-        if start >= first:
-            return mx.contiguous(rows)
-        front_start = self._start_after(1)
-        front = self._front[side][..., start - front_start : min(first, end) - front_start, :]
-        return mx.concatenate([front, rows], axis=2)
+        pieces = []
+        if start < first:
+            pieces = self._cut(side, start, min(first, end))
+        if end > first:
+            pieces.append(held[..., max(0, start - first) : end - first, :])
+        return mx.contiguous(pieces[0]) if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+    def _cut(self, side: int, start: int, end: int) -> list[mx.array]:
+        """Rows [start, end) by position, that were cut from the front."""
+        pieces, front_start = [], self._start_after(1)
+        if start < self._base:
+            pieces.append(self._front[side][..., start - front_start : min(end, self._base) - front_start, :])
+        for first, *sides in self._own:
+            rows = sides[side][..., max(0, start - first) : max(0, end - first), :]
+            if rows.shape[2]:
+                pieces.append(rows)
+        return pieces

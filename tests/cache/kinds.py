@@ -27,6 +27,7 @@ HEADS, KEY_DIM, VALUE_DIM = 3, 32, 64
 STATE_DIM, WINDOW_STEPS = 10, 3
 RING, KEEP = 11, 4
 CHUNK = 13
+NARROW = 4
 GROWTH = 256
 """Rows by which mlx-lm's buffers grow."""
 
@@ -100,10 +101,21 @@ KINDS = {
             pads=(2, 0),
         ),
         Kind("chunked", lambda: ChunkedKVCache(CHUNK), CHUNK, by_length=True),
+        # Rounds wider than the window write over rows of their own.
+        Kind("ring_narrow", lambda: RotatingKVCache(NARROW, keep=1), NARROW),
+        Kind("chunked_narrow", lambda: ChunkedKVCache(NARROW), NARROW, by_length=True),
         Kind("concatenate", ConcatenateKVCache, WINDOW_STEPS, by_length=True),
         Kind("batch_kv", lambda: BatchKVCache([2, 0, 1]), GROWTH, batch=3, by_length=True, pads=(2, 0, 1)),
         # A batch ring read from a file lacks a field that its next write needs.
         Kind("batch_ring", lambda: BatchRotatingKVCache(RING, [2, 0]), RING, batch=2, pads=(2, 0), can_save=False),
+        Kind(
+            "batch_ring_narrow",
+            lambda: BatchRotatingKVCache(NARROW, [2, 0]),
+            NARROW,
+            batch=2,
+            pads=(2, 0),
+            can_save=False,
+        ),
         # mlx-lm reads from files only the classes of its own cache module.
         Kind("model_specific", lambda: LayerCache(RING), RING, stepwise=True, can_save=False),
     )

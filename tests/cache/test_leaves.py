@@ -239,7 +239,9 @@ def test_only_caches_that_need_a_snapshot_hold_bytes_and_none_are_held_after_the
         tx, leaf = open_round(cache)
         append(leaf, [6], kind.batch)
         tx.mark(1)
-        assert (tx.nbytes > 0) == (not kind.by_length)
+        # A chunk that is full loses a row to each token, which must be kept.
+        full = isinstance(cache, ChunkedKVCache) and cache.chunk_size < 6
+        assert (tx.nbytes > 0) == (full or not kind.by_length)
         end(tx)
         assert tx.nbytes == 0
 

@@ -55,3 +55,22 @@ def test_stepping_through_equals_stock_at_every_end(mix: str, drafter: str, choi
         if length > 2:
             assert got.statistics.verify_route == STEP_THROUGH.name
             assert got.drafted > 0
+
+
+WIDE = 17
+"""More tokens than a window or a chunk holds: a round loses rows of its own."""
+
+
+@pytest.mark.usefixtures("caches_known")
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("mix", ["chunked", "sliding", "ring_with_keep"])
+def test_blocks_wider_than_a_window_equal_stock(mix: str, stepped: bool, request: pytest.FixtureRequest) -> None:
+    if stepped:
+        request.getfixturevalue("stepping")
+    made = MIXES[mix]
+    run = record_stock(made, LONG + SPARE, {LONG})
+    for drafter in ("alternating", "cycling"):
+        drafting = DRAFTERS[drafter](mix, run.ids, mx.float32)
+        got = speculate(made, drafting, draft_block_size=WIDE, max_tokens=LONG)
+        assert_equals_stock(got, run, LONG)
+        assert got.drafted > 0
