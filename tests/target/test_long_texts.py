@@ -10,13 +10,15 @@ import pytest
 from mlx_lm.models import base
 
 from mlx_spec import Statistics, generate_step
+from mlx_spec.target import mixers
 from mlx_spec.target.bindings import NAME
+from mlx_spec.target.lengths import block_limit
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, run_stock
 from tests.scripted import AlternatingDrafter
 from tests.target.test_bindings import BY_POSITION, llama_file, release_all
 from tests.tiny import VOCAB
-from tests.zoo.menagerie import Specimen
+from tests.zoo.menagerie import Specimen, whole_zoo
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,15 @@ def routes_over(model: Any, prompt: int, width: int, tokens: int) -> str:
     )
     assert_same_output(out, run, tokens)
     return statistics.verify_route
+
+
+def test_a_model_that_chooses_among_its_keys_has_a_limit_with_and_without_what_is_attached() -> None:
+    # 5 blocks of 6 keys, and 4 of 7.
+    for name, limit in (("minimax_m3_vl, dense", 30), ("minimax_m3_vl", 28), ("llama", None)):
+        model = next(each for each in whole_zoo() if each.name == name).build("float32")
+        assert block_limit(model) == limit
+        mixers.attach(model)
+        assert block_limit(model) == limit
 
 
 def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact() -> None:
