@@ -14,6 +14,7 @@ from mlx_spec.target.bindings import STATE_UPDATE
 from mlx_spec.target.routes import Plan, verifying
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
+from tests.target.test_bindings import release_all
 from tests.tiny import MIXES
 
 BATCH, HEADS, SIZE, GROUPS, STATE = 2, 6, 8, 3, 16
@@ -23,6 +24,8 @@ LIMITS = (0.001, 50.0)
 @pytest.fixture(autouse=True)
 def bound() -> Iterator[None]:
     """`mamba2.ssm_update` is bound for the model of this test, and given back."""
+    # Models of tests that ran before may still want it bound.
+    release_all()
     model = MIXES["mamba2"].model()
     bindings.attach(model)
     yield
