@@ -247,7 +247,8 @@ _LONGCAT_FLASH = Layout(
     copies={"embed_tokens.weight": "embedding"},
     split_type="longcat_flash_mtp",
 )
-_MIMO_V2_FLASH = Layout(
+_MIMO_V2_FLASH = replace(
+    _DEEPSEEK_V3,
     module="mimo_v2_flash",
     epsilon="layernorm_epsilon",
     # Dense, with a window. The trunk looks for a layer of either kind among those it is told of.
@@ -255,10 +256,8 @@ _MIMO_V2_FLASH = Layout(
     whole_caches=True,
     empty_caches=1,
     places=("model.mtp.layers.{k}.",),
-    embedding_norm="enorm",
-    hidden_norm="hnorm",
-    projection="eh_proj",
     final_norm="final_layernorm",
+    copies={},
     renamed={"post_attention_layernorm.": "pre_mlp_layernorm."},
     reads_normed=False,
     one_per_depth=True,
@@ -278,16 +277,15 @@ _ERNIE4_5_MOE = Layout(
     layer="block.{i}.",
     split_type="ernie4_5_moe_mtp",
 )
-_BAILING_MOE_V3 = Layout(
+_BAILING_MOE_V3 = replace(
+    _DEEPSEEK_V3,
     module="bailing_moe_v3",
     lookup="word_embeddings",
     # Latent attention and experts, whatever the place in the pattern of layers.
     sole_layer={"num_hidden_layers": 1, "layer_group_size": 1, "first_k_dense_replace": 0},
     places=("model.layers.{n}.",),
-    embedding_norm="enorm",
-    hidden_norm="hnorm",
-    projection="eh_proj",
     final_norm="final_layernorm",
+    copies={},
     split_type="bailing_moe_v3_mtp",
 )
 _BAILING_HYBRID = replace(
