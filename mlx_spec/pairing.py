@@ -16,7 +16,6 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
-from mlx_spec.drafters.mtp.files import files_to_fetch
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
 from mlx_spec.errors import ModelNotFound, UnsupportedOption
@@ -191,6 +190,9 @@ def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) ->
     folder = settings_folder(path_or_id)
     if Path(path_or_id).expanduser().is_dir():
         return folder
+    # Families are imported when one of their drafters is wanted: it takes a while, and most programs want one or none.
+    from mlx_spec.drafters.mtp.files import files_to_fetch
+
     shards = files_to_fetch(folder, target, kind == "mtp")
     return _folder(path_or_id, (*_SETTINGS_FILES, *([TENSOR_PATTERN] if shards is None else shards)))
 
