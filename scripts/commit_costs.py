@@ -14,7 +14,7 @@ from mlx_lm.models import gemma3_text, llama, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.target import mixers
+from mlx_spec.target import mixers, routes
 
 WIDTH = 5
 LAYERS = 12
@@ -153,6 +153,7 @@ def _report_row(name: str, build: Callable[[], nn.Module], dtype: mx.Dtype, cont
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     mixers.attach(model)
+    routes.remember(model)
     cost = CommitCost(model, context)
     part, whole, forward = [], [], []
     for _ in range(repeats):

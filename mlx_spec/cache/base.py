@@ -7,7 +7,7 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -53,6 +53,17 @@ Apply = Callable[[], None]
 Method = Callable[..., Any]
 
 
+class Tape(Protocol):
+    """What a token mixer was fed in one forward."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held only for this."""
+
+    def replay(self, count: int) -> None:
+        """Run the mixer again over the first `count` of its inputs, for the caches alone."""
+
+
 class Journal(abc.ABC):
     """One cache's memory of one open round.
 
@@ -66,6 +77,7 @@ class Journal(abc.ABC):
         closed: the round is over; its leaf can no longer be written.
         by_position: the token mixer that reads this cache must take the block one position at a time.
         wants_positions: only then can part of a block be kept.
+        runs_again: a part of a block is kept by running the token mixer again, from its tape.
         looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
@@ -74,6 +86,7 @@ class Journal(abc.ABC):
     closed: bool = False
     by_position: bool = False
     wants_positions: bool = False
+    runs_again: bool = False
     looking_at: int | None = None
     masks: dict[int, AskedMask]
 
@@ -128,9 +141,9 @@ class Journal(abc.ABC):
         """It has taken the last one."""
         self.looking_at = None
 
-    def tape(self, replay: Callable[[int], None], nbytes: int) -> None:
-        """Offer a way to run the round's inputs again, and the bytes they hold. Most caches need none."""
-        del replay, nbytes
+    def tape(self, tape: Tape) -> None:
+        """Offer a way to run the round's inputs again. Most caches need none."""
+        del tape
 
     @abc.abstractmethod
     def mark(self, position: int) -> None:

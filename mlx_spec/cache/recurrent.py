@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, kept_whole
+from mlx_spec.cache.base import Apply, Tape, kept_whole
 from mlx_spec.cache.stepwise import StepwiseJournal
-
-Replay = Callable[[int], None]
-"""Run a token mixer again over the first n of its inputs, for its state alone."""
 
 
 class RecurrentJournal(StepwiseJournal):
@@ -22,16 +19,15 @@ class RecurrentJournal(StepwiseJournal):
     """
 
     wants_positions = False
+    runs_again = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
-        self._tapes: list[tuple[int, Replay]] = []
-        self._taped_bytes = 0
+        self._tapes: list[tuple[int, Tape]] = []
 
-    def tape(self, replay: Replay, nbytes: int) -> None:
+    def tape(self, tape: Tape) -> None:
         """Remember a mixer's inputs over one forward. Mixers that share a cache are replayed in order."""
-        self._tapes.append((self._begun, replay))
-        self._taped_bytes += nbytes
+        self._tapes.append((self._begun, tape))
 
     def before_position(self, position: int) -> None:
         if not self._tapes:
@@ -53,15 +49,15 @@ class RecurrentJournal(StepwiseJournal):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._taped_bytes
+        return super().nbytes + sum(tape.nbytes for _, tape in self._tapes)
 
     def _go_to(self, count: int) -> None:
         """The state after `count` tokens: that of the last known step, and the rest of its forward run again."""
         start = max(step for step in self._steps if step <= count)
         self._steps[start].restore()
-        for begun, replay in self._tapes:
+        for begun, tape in self._tapes:
             if begun == start < count:
-                replay(count - start)
+                tape.replay(count - start)
 
     def _keep_ragged(self, counts: list[int]) -> None:
         """Take each row from the state after its own count."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_spec.cache.base import AskedMask, is_leaf, journals_of
 from mlx_spec.errors import CannotMix
+from mlx_spec.target.recall import Recall
 from mlx_spec.target.routes import plan_in_force
 
 _FIRST_POSITION = ("offset", "start_pos")
@@ -57,6 +58,8 @@ class Mix:
         self._passed_on = _first_passed_on(given)
         self._inputs = _inputs_among(given)
         self._masks = self._journals[0].masks if self._journals else {}
+        self._recall: Recall | None = None
+        self._singly = False
         self.width = 0 if self._inputs is None else self._inputs.shape[1]
 
     def run(self) -> Any:
@@ -71,27 +74,41 @@ class Mix:
         if len(journals) == 1 and self._inputs is not None:
             # A mixer with several caches cannot be run again for one of them: that one keeps a handle per position.
             # Another number of rows may need other routes for the mixer's ops; one row needs none.
-            singly = positions or plan_in_force() is not None
-            journals[0].tape(partial(self._replay, singly), self._inputs.nbytes)
+            self._singly = positions or plan_in_force() is not None
+            self._recall = Recall(self._inputs.shape[0]) if journals[0].runs_again else None
+            journals[0].tape(self)
         if positions:
             return self._positions(self.width)
-        return self._call(*self._positional.values(), **self._keywords)
+        with self._running(0, self.width, again=False):
+            return self._call(*self._positional.values(), **self._keywords)
 
-    def _replay(self, positions: bool, count: int) -> None:
-        if positions:
-            self._positions(count)
-        else:
-            args, keywords = self._cut(0, count)
+    @property
+    def nbytes(self) -> int:
+        """Bytes held to run it again: its input, and what its linear maps gave."""
+        held = 0 if self._inputs is None else self._inputs.nbytes
+        return held if self._recall is None else held + self._recall.nbytes
+
+    def replay(self, count: int) -> None:
+        """Run the first `count` positions again, for the caches alone."""
+        if self._singly:
+            self._positions(count, again=True)
+            return
+        args, keywords = self._cut(0, count)
+        with self._running(0, count, again=True):
             self._call(*args, **keywords)
 
-    def _positions(self, count: int) -> Any:
+    def _running(self, start: int, stop: int, *, again: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._recall is None else self._recall.running(start, stop, again=again)
+
+    def _positions(self, count: int, *, again: bool = False) -> Any:
         outputs = []
         for position in range(count):
             for journal in self._journals:
                 journal.before_position(position)
             try:
                 args, keywords = self._cut(position, position + 1)
-                outputs.append(_held(self._call(*args, **keywords)))
+                with self._running(position, position + 1, again=again):
+                    outputs.append(_held(self._call(*args, **keywords)))
             except (ValueError, TypeError, IndexError) as error:
                 # What mlx raises when shapes do not fit: the mixer wants something per position that is not known here.
                 raise CannotMix(f"position {position} of a block: {error}") from error

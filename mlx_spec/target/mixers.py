@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import new_caches
-from mlx_spec.cache.base import is_leaf
+from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.target.mix import Mix
+from mlx_spec.target.recall import RUNS_AGAIN
 from mlx_spec.target.swap import put_back
 from mlx_spec.target.trace import watched
 
@@ -34,10 +35,10 @@ def attach(model: Any) -> int:
         mixers = [module for module in model.modules() if "__mixes__" in vars(type(module))]
         if mixers:
             return len(mixers)
-        mixers = _trace(model)
+        mixers, run_again = _trace(model)
         try:
             for mixer in mixers:
-                mixer.__class__ = _mixing_class(type(mixer))  # type: ignore[arg-type]
+                mixer.__class__ = _mixing_class(type(mixer), id(mixer) in run_again)  # type: ignore[arg-type]
         except BaseException:
             # Some would pass for all.
             put_back(mixers, "__mixes__")
@@ -52,26 +53,31 @@ def detach(model: Any) -> None:
 
 
 @cache
-def _mixing_class(base: type[Any]) -> type[Any]:
+def _mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
     names = tuple(inspect.signature(base.__call__).parameters)[1:]
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         positional = {names[place] if place < len(names) else str(place): arg for place, arg in enumerate(args)}
         return Mix(partial(base.__call__, self), positional, keywords).run()
 
-    return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__, "__mixes__": base})
+    own = {"__call__": call, "__module__": base.__module__, "__mixes__": base, RUNS_AGAIN: runs_again}
+    return type(base.__name__, (base,), own)
 
 
-def _trace(model: Any) -> list[Any]:
-    """The mixers, in calling order, found by running one token through fresh caches."""
+def _trace(model: Any) -> tuple[list[Any], set[int]]:
+    """The mixers, in calling order, found by running one token through fresh caches; ids of those that run again."""
     layers = {id(layer) for layer in model.layers}
     stack: list[tuple[Any, bool]] = []
     mixers: dict[int, Any] = {}
     fed_layers: dict[int, Any] = {}
+    run_again: set[int] = set()
 
     def entered(module: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         del method
-        fed = any(is_leaf(value) for value in (*args, *keywords.values()))
+        given = [value for value in (*args, *keywords.values()) if is_leaf(value)]
+        fed = bool(given)
+        if any(journal.runs_again for leaf in given for journal in journals_of(leaf)):
+            run_again.add(id(module))
         if fed and id(module) in layers:
             fed_layers[id(module)] = module
         elif (
@@ -84,7 +90,7 @@ def _trace(model: Any) -> list[Any]:
 
     with watched(model, entered, stack.pop), SpeculativeCacheTransaction(new_caches(model), 1) as tx:
         model(mx.zeros((1, 1), mx.int32), cache=tx.caches)
-    return [*mixers.values(), *fed_layers.values(), *_readers(model, mixers)]
+    return [*mixers.values(), *fed_layers.values(), *_readers(model, mixers)], run_again
 
 
 def _readers(model: Any, mixers: dict[int, Any]) -> list[Any]:

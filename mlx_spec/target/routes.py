@@ -20,8 +20,9 @@ from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import HeldMatrix
-from mlx_spec.ops.packed import HEADS
+from mlx_spec.ops.packed import HEADS, LINEARS
 from mlx_spec.target.products import Multiply, holding_class
+from mlx_spec.target.recall import RUNS_AGAIN, recalled
 from mlx_spec.target.swap import put_back
 
 ATTENTION = "attention"
@@ -133,12 +134,22 @@ def verifying(plan: Plan | None) -> Iterator[None]:
 
 def attach(model: Any, plan: Plan) -> None:
     """Let the modules of a plan be routed. Outside `verifying` they compute what they always did."""
+    remember(model)
     with _swap_lock:
         for module in model.modules():
             if id(module) in plan.routed and "__routed__" not in vars(type(module)):
                 op, base = plan.routed[id(module)].op, type(module)
                 made = _holding_class(base, op.name) if isinstance(op, HeldMatrix) else _routed_class(base)  # type: ignore[arg-type]
                 module.__class__ = made
+
+
+def remember(model: Any) -> None:
+    """Let the linear maps in mixers that run again, where these are attached, answer from the first run."""
+    with _swap_lock:
+        mixers = [module for module in model.modules() if vars(type(module)).get(RUNS_AGAIN)]
+        for module in (each for mixer in mixers for each in mixer.modules()):
+            if type(module) in LINEARS:
+                module.__class__ = _routed_class(type(module))  # type: ignore[arg-type]
 
 
 def detach(model: Any) -> None:
@@ -154,6 +165,9 @@ def _routed_class(base: Any) -> type[Any]:
     stock = getattr(base, name)
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        return recalled(self, lambda: compute(self, *args, **keywords))
+
+    def compute(self: Any, *args: Any, **keywords: Any) -> Any:
         plan = _plan.get()
         routed = None if plan is None else plan.routed.get(id(self))
         if plan is None or routed is None or not _holds(args, routed.axis, plan.width):

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_spec.cache.base import Drive
-from mlx_spec.target import mixers
+from mlx_spec.target import mixers, routes
 from tests.cache.kinds import Kind, append_rows, arrays_of
 from tests.cache.shown import Kept, assert_counts, assert_shows
 from tests.tiny import VOCAB
@@ -123,6 +123,7 @@ class TinyModel(Subject):
     def make(self) -> list[Any]:
         # Other tests share the model and let its mixers go.
         mixers.attach(self._model())
+        routes.remember(self._model())
         return self._caches()
 
     def read(self, caches: Sequence[Any], tokens: Rows) -> mx.array | None:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.base import Drive
-from mlx_spec.target import mixers
+from mlx_spec.target import mixers, routes
 from tests.cache import kinds
 from tests.cache.interrupting import Fault, Interrupt, Interrupter, mlx_functions, stand_in
 from tests.cache.kinds import CHUNK, KINDS, Kind, append, arrays_of
@@ -191,6 +191,7 @@ def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
     caches = MIXES[mix].new_cache()
     forward(caches, list(range(CHUNK + 1)))
     mixers.attach(model)
+    routes.remember(model)
     try:
         yield Scene(independent_copy(caches), feed, go_on, drive)
     finally:

@@ -138,10 +138,10 @@ def test_an_interrupted_attach_leaves_no_mixer_that_would_pass_for_all(monkeypat
     classes = [type(module) for module in model.modules()]
     swapped, swap = itertools.count(), mixers._mixing_class
 
-    def interrupted(base: type[Any]) -> type[Any]:
+    def interrupted(base: type[Any], runs_again: bool) -> type[Any]:
         if next(swapped) == 2:
             raise KeyboardInterrupt
-        return swap(base)
+        return swap(base, runs_again)
 
     with monkeypatch.context() as patched:
         patched.setattr(mixers, "_mixing_class", interrupted)

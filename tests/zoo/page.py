@@ -119,7 +119,8 @@ def _head(report: Report, command: str) -> list[str]:
         "of mlx-lm's one-token loop.",
         "",
         "Strategy says how an open round remembers a cache: `append` by its length, `ring` by an undo log of rows, "
-        "`recurrent` by the old state and the mixer's inputs, `chunked` by its length and the rows cut from its front, "
+        "`recurrent` by the old state, the mixer's inputs and its projections of them, `chunked` by its length and the "
+        "rows cut from its front, "
         "`stepwise` by a handle per position. The route says how a block is verified: `block` by one forward, "
         "`attention` or `state updates by position` by one forward in which these go one position at a time, "
         "`block, mixers by position` by one forward whose token mixers take one position at a time, `step-through` "

@@ -22,7 +22,7 @@ from mlx_spec.certify import Verify
 from mlx_spec.drafters import CallableDrafter
 from mlx_spec.errors import CannotMix
 from mlx_spec.stats import Statistics
-from mlx_spec.target import mixers
+from mlx_spec.target import mixers, routes
 from mlx_spec.target.model import Target
 from mlx_spec.target.routes import STEP_THROUGH
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
@@ -304,6 +304,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
     del tree
     ids = mx.array([[token % subject.vocab for token in range(1, RETAINED_WIDTH + 1)]])
     mixers.attach(subject.model)
+    routes.remember(subject.model)
     with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
         target = Target(subject.model)
         try:
