@@ -16,9 +16,9 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.adopt import cache_arrays, leaves
 from mlx_spec.target import mixers, routes
-from mlx_spec.target.recall import RUNS_AGAIN
 from tests.cache import kinds
 from tests.cache.kinds import HEADS, KINDS, RING, WINDOW_STEPS, Kind, arrays_of
+from tests.recalled import remembered_maps
 from tests.zoo.menagerie import bare_model, give_weights
 
 WIDTH = 4
@@ -385,13 +385,7 @@ def prefilled(model: nn.Module, context: int) -> list[Any]:
 
 def promised(model: nn.Module, caches: list[Any], hidden: int) -> int:
     """Bytes by the table: old state, inputs and projections of recurrent layers, twice the width in rows of windows."""
-    mixing_again = [part for part in model.modules() if vars(type(part)).get(RUNS_AGAIN)]
-    total = 0
-    for mixer in mixing_again:
-        for name, part in mixer.named_modules():
-            # Mamba calls these two once per token, so they are computed again.
-            if isinstance(part, nn.Linear) and name not in ("x_proj", "dt_proj"):
-                total += WIDTH * part.weight.shape[0] * FLOAT
+    total = sum(WIDTH * part.weight.shape[0] * FLOAT for part in remembered_maps(model))
     for cache in leaves(caches):
         if isinstance(cache, ArraysCache):
             total += cache.nbytes + WIDTH * hidden * FLOAT

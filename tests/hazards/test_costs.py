@@ -16,10 +16,12 @@ from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
 from mlx_spec.target.mixers import attach
 from mlx_spec.target.model import Target
+from mlx_spec.target.routes import remember
 from tests.cache.kinds import KINDS, Kind, append, arrays_of
 from tests.checkpoints import tiny_model
 from tests.drafters import eagle3_files
 from tests.oracle import run_stock
+from tests.recalled import remembered_maps
 from tests.scripted import ScriptedDrafter
 from tests.tiny import MIXES, PROMPT, VOCAB
 
@@ -106,9 +108,11 @@ def test_keeping_part_of_a_block_moves_as_much_whatever_the_length_of_the_cache(
 
 @pytest.mark.parametrize("name", ["dense", "sliding", "hybrid", "mamba", "cache_list"])
 def test_open_round_holds_as_much_after_a_long_text_as_after_a_short_one(name: str) -> None:
-    """Past the window, where there is one. What a recurrent layer holds is its state and the block's inputs."""
+    """Past the window, where there is one. Recurrent layers hold their state, the block's inputs and projections."""
     mix, held = MIXES[name], []
     attach(mix.model())
+    remember(mix.model())
+    projected = sum(part.weight.shape[0] for part in remembered_maps(mix.model()))
     for length in (40, 400):
         cache = mix.new_cache()
         mx.eval(mix.model()(mx.arange(length)[None] % VOCAB, cache=cache), cache_arrays(cache))
@@ -124,7 +128,7 @@ def test_open_round_holds_as_much_after_a_long_text_as_after_a_short_one(name: s
             assert held[-1] == 0
         if states:
             inputs = 4 * WIDTH * Target(mix.model()).hidden_size * len(states)
-            assert held[-1] == sum(state.nbytes for state in states) + inputs
+            assert held[-1] == sum(state.nbytes for state in states) + inputs + 4 * WIDTH * projected
     assert held[0] == held[1]
 
 

@@ -14,7 +14,8 @@ from mlx_spec.cache.adopt import cache_arrays, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.target import mixers, routes
-from mlx_spec.target.recall import RUNS_AGAIN, Recall, recalled
+from mlx_spec.target.recall import Recall, recalled
+from tests.recalled import inner_maps, remembered_maps
 from tests.same_cache import assert_same_cache
 from tests.tiny import MIXES, VOCAB, randomise
 
@@ -37,12 +38,6 @@ def prefilled(model: nn.Module, rows: int) -> list[Any]:
     caches = new_caches(model)
     mx.eval(model(mx.array(PROMPT[:rows]), cache=caches), cache_arrays(caches))
     return caches
-
-
-def inner_maps(model: nn.Module) -> list[nn.Linear]:
-    """The linear maps of mixers that run again."""
-    again = [module for module in model.modules() if vars(type(module)).get(RUNS_AGAIN)]
-    return [part for mixer in again for part in mixer.modules() if isinstance(part, nn.Linear)]
 
 
 class Round:
@@ -83,11 +78,8 @@ def test_a_part_that_is_kept_reads_no_weights_of_linear_maps(
         assert counted
         counted.clear()
         opened.tx.commit(retained)
-        again = {id(part) for part in counted}
-        # Mamba calls these two once per token, on rows without an axis of positions.
-        spared = {id(module[name]) for module in model.modules() for name in ("x_proj", "dt_proj") if name in module}
-        assert again <= spared
-        assert inner_maps(model)
+        assert remembered_maps(model)
+        assert not {id(part) for part in counted} & {id(part) for part in remembered_maps(model)}
         counted.clear()
 
 
