@@ -18,13 +18,13 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_held
-from mlx_spec.certify import CertifiedRoutes, Verify
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.speculators import select_speculator
 from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
 from mlx_spec.request import Request
 from mlx_spec.rounds.engine import Emission, Engine
@@ -33,8 +33,8 @@ from mlx_spec.sampling import LogitsProcessor, Sampler, Sampling
 from mlx_spec.schedule import MAX_WIDTH, FixedWidth
 from mlx_spec.stats import Statistics
 from mlx_spec.stops import TextStream
-from mlx_spec.target.model import Target
-from mlx_spec.target.routes import STEP_THROUGH
+from mlx_spec.verify.certified_routes import CertifiedRoutes, Verify
+from mlx_spec.verify.routes import STEP_THROUGH
 
 Drafting = Drafter | nn.Module | str | None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,12 +18,10 @@ from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, 
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
 from mlx_spec.errors import ModelNotFound, UnsupportedOption
-from mlx_spec.target.model import Target, evaluate_arrays
+from mlx_spec.model.target import Target, evaluate_arrays
+from mlx_spec.verify.record import record_of
 
 NGRAM = "ngram"
-
-_tokenizers: dict[int, Any] = {}
-"""Of the targets loaded here: id of the model, which lives as long as the entry does -> its tokenizer."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -71,8 +68,7 @@ def load(
         )
     if not lazy:
         evaluate_arrays(model)
-    _tokenizers[id(model)] = tokenizer
-    weakref.finalize(model, _tokenizers.pop, id(model), None)
+    record_of(model).tokenizer = tokenizer
     return model, tokenizer
 
 
@@ -160,7 +156,7 @@ def load_drafter(
     paired = target if isinstance(target, Target) else Target(target)
     drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": quantize})
     validate_drafter_compatibility(drafter, paired)
-    drafter.check_tokenizer(_tokenizers.get(id(paired.model)))
+    drafter.check_tokenizer(record_of(paired.model).tokenizer)
     return drafter
 
 

@@ -31,7 +31,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_spec
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.drafters import CallableDrafter
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 CHAT = (
     "List five uses of a paper clip.",

@@ -14,7 +14,7 @@ from mlx_lm.models import gemma3_text, llama, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.target import mixers, routes
+from mlx_spec.verify import mixers, routes
 
 WIDTH = 5
 LAYERS = 12

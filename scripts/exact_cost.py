@@ -29,8 +29,9 @@ from mlx_spec import generate_step  # noqa: E402
 from mlx_spec.drafters import CallableDrafter  # noqa: E402
 from mlx_spec.ops.base import ROWS  # noqa: E402
 from mlx_spec.stats import Statistics  # noqa: E402
-from mlx_spec.target import mixers, routes  # noqa: E402
-from mlx_spec.target.subjects import find_subjects  # noqa: E402
+from mlx_spec.verify import mixers, routes  # noqa: E402
+from mlx_spec.verify.record import detach  # noqa: E402
+from mlx_spec.verify.subjects import find_subjects  # noqa: E402
 from tests.zoo.menagerie import Specimen  # noqa: E402
 
 PROMPT = tuple(range(1, 41))
@@ -173,8 +174,8 @@ def attaching(model: nn.Module, options: argparse.Namespace) -> float:
     best: dict[bool, float] = {}
     for _ in range(options.repeats + 1):
         for attached in (False, True):
-            (mixers.attach if attached else mixers.detach)(model)
-            routes.attach(model, plan) if attached else routes.detach(model)
+            (mixers.attach if attached else detach)(model)
+            routes.attach(model, plan) if attached else detach(model)
             seconds = stock_seconds(model, options.tokens)
             best[attached] = min(best.get(attached, seconds), seconds)
     return best[True] / best[False]

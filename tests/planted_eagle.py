@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.tiny import MIXES, VOCAB
 from tests.tiny_eagle import EPS, FOCUS, normed, target_states
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx import nn
 
-from mlx_spec.target.recall import RUNS_AGAIN
+from mlx_spec.verify.recall import RUNS_AGAIN
 
 CALLED_PER_TOKEN = ("x_proj", "dt_proj")
 """Mamba calls these two once per token, on rows without an axis of positions, so they are computed again."""

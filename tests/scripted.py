@@ -15,7 +15,7 @@ import numpy as np
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 
 if TYPE_CHECKING:
-    from mlx_spec.target.model import Target
+    from mlx_spec.model.target import Target
 
 Stage = Literal["open", "read_prompt", "propose", "catch_up"]
 

@@ -14,12 +14,13 @@ import pytest
 
 from mlx_spec import generate_step
 from mlx_spec.cache.adopt import Likeness
-from mlx_spec.certify import Certificate, CertifiedRoutes, certificate_for
 from mlx_spec.errors import CannotMix
+from mlx_spec.model.target import Target
 from mlx_spec.stats import Statistics
-from mlx_spec.target.model import Target
-from mlx_spec.target.routes import BLOCK, STEP_THROUGH
-from mlx_spec.target.trial import PROBES, Situation
+from mlx_spec.verify.certified_routes import CertifiedRoutes
+from mlx_spec.verify.record import ModelRecord, record_of
+from mlx_spec.verify.routes import BLOCK, STEP_THROUGH
+from mlx_spec.verify.trial import PROBES, Situation
 from tests.oracle import rng_key
 from tests.scripted import RightDrafter
 from tests.tiny import MIXES, PROMPT, VOCAB
@@ -115,41 +116,41 @@ def routes(model: Any, verify: Any = "exact") -> tuple[CertifiedRoutes, Statisti
 @pytest.mark.parametrize("name", ["dense", "dense_qk_norm", "dense_4bit_weights"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_dense_models_are_certified_on_this_backend(name: str, dtype: mx.Dtype) -> None:
-    certificate = certificate_for(MIXES[name].model(dtype), situation(name))
+    certificate = record_of(MIXES[name].model(dtype)).certificate(situation(name))
     assert [width for width in WIDTHS if not certificate.holds(width)] == []
 
 
 @on_cpu
 @pytest.mark.parametrize("entry", [(8, 64), (4, 32)], ids=str)
 def test_dense_models_are_certified_with_quantized_caches_too(entry: tuple[int, int]) -> None:
-    certificate = certificate_for(MIXES["quantized_from_0"].model(), situation("quantized_from_0", entry))
+    certificate = record_of(MIXES["quantized_from_0"].model()).certificate(situation("quantized_from_0", entry))
     assert [width for width in WIDTHS if not certificate.holds(width)] == []
 
 
 @on_cpu
 def test_a_model_with_another_formula_for_one_token_is_not_certified() -> None:
     """Multi-head latent attention has a branch of its own for a single token."""
-    certificate = certificate_for(MIXES["mla_moe"].model(), situation("mla_moe"))
+    certificate = record_of(MIXES["mla_moe"].model()).certificate(situation("mla_moe"))
     assert [width for width in WIDTHS if certificate.holds(width)] == []
 
 
 def test_a_model_whose_blocks_are_steps_by_construction_is_certified() -> None:
     model = Stepping()
-    certificate = Certificate(model, situation())
+    certificate = ModelRecord(model).certificate(situation())
     assert all(certificate.holds(width) for width in (2, 3, 8))
 
 
 @pytest.mark.parametrize("position", range(4))
 def test_one_bit_at_one_position_is_enough_to_refuse_a_width(position: int) -> None:
     model = Stepping(lambda width: position if width == 4 else None)
-    certificate = Certificate(model, situation())
+    certificate = ModelRecord(model).certificate(situation())
     assert {width: certificate.holds(width) for width in (2, 3, 4, 5)} == {2: True, 3: True, 4: False, 5: True}
 
 
 @pytest.mark.parametrize("order", [(2, 8, 5), (8, 5, 2), (5, 5, 2, 8)], ids=str)
 def test_widths_may_be_asked_for_in_any_order(order: tuple[int, ...]) -> None:
     model = Stepping(lambda width: 1 if width == 5 else None)
-    certificate = Certificate(model, situation())
+    certificate = ModelRecord(model).certificate(situation())
     for width in order:
         assert certificate.holds(width) == (width != 5)
 
@@ -160,7 +161,7 @@ def test_widths_may_be_asked_for_in_any_order(order: tuple[int, ...]) -> None:
 def test_a_width_is_tried_once_and_steps_are_shared_between_widths() -> None:
     model, forwards = fresh_model(), Forwards()
     with acting(model, forwards):
-        certificate = Certificate(model, situation())
+        certificate = ModelRecord(model).certificate(situation())
         for width in (3, 3, 5, 3, 2):
             certificate.holds(width)
     traced, prompts, rest = forwards.widths[:2], forwards.widths[2:4], forwards.widths[4:]
@@ -196,7 +197,7 @@ def test_the_second_request_makes_no_forward_more_than_it_needs() -> None:
 def test_trying_moves_neither_the_random_state_nor_the_models_classes() -> None:
     model = fresh_model()
     before, classes = rng_key(), [type(module) for module in model.modules()]
-    certificate_for(model, situation()).holds(4)
+    record_of(model).certificate(situation()).holds(4)
     assert rng_key() == before
     assert [type(module) for module in model.modules()] == classes
 
@@ -208,7 +209,7 @@ def test_threads_that_ask_at_once_get_one_trial() -> None:
     def ask() -> None:
         with mx.stream(mx.new_stream(mx.default_device())):
             barrier.wait()
-            got.append(certificate_for(model, situation()).holds(4))
+            got.append(record_of(model).certificate(situation()).holds(4))
         mx.clear_streams()
 
     with acting(model, forwards):
@@ -234,8 +235,8 @@ def test_a_trial_that_was_interrupted_is_begun_again(at: int) -> None:
             raise KeyboardInterrupt
         return logits
 
-    want = Certificate(model, situation()).holds(4)
-    certificate = Certificate(model, situation())
+    want = ModelRecord(model).certificate(situation()).holds(4)
+    certificate = ModelRecord(model).certificate(situation())
     with acting(model, interrupt):
         with pytest.raises(KeyboardInterrupt):
             certificate.holds(4)
@@ -247,20 +248,16 @@ def test_a_trial_that_was_interrupted_is_begun_again(at: int) -> None:
 
 def test_a_model_has_one_certificate_per_kind_of_cache() -> None:
     first, second = fresh_model(), fresh_model()
-    assert certificate_for(first, situation()) is certificate_for(first, situation())
-    assert certificate_for(first, situation(entry=(8, 64))) is certificate_for(first, situation(entry=(8, 64)))
-    different = [
-        certificate_for(first, situation()),
-        certificate_for(first, situation(entry=(8, 64))),
-        certificate_for(first, situation(entry=(4, 64))),
-    ]
-    different.append(certificate_for(second, situation()))
+    kinds = [situation(), situation(entry=(8, 64)), situation(entry=(4, 64))]
+    different = [record_of(first).certificate(kind) for kind in kinds]
+    assert all(record_of(first).certificate(kind) is known for kind, known in zip(kinds, different, strict=True))
+    different.append(record_of(second).certificate(situation()))
     assert len(set(map(id, different))) == 4
 
 
 def test_a_certificate_dies_with_its_model_and_keeps_it_alive_no_longer() -> None:
     model = fresh_model()
-    certificate = certificate_for(model, situation())
+    certificate = record_of(model).certificate(situation())
     certificate.holds(3)
     alive = weakref.ref(model)
     held = weakref.ref(certificate)
@@ -324,7 +321,7 @@ def test_a_route_that_fails_in_a_round_is_not_taken_again() -> None:
 
 def test_bits_hidden_by_half_precision_are_found_in_the_caches() -> None:
     model = MIXES["mamba2"].model(mx.bfloat16)
-    assert not Certificate(model, situation("mamba2")).holds(5)
+    assert not ModelRecord(model).certificate(situation("mamba2")).holds(5)
 
 
 def test_the_fast_way_takes_any_block_that_can_be_cut_and_says_what_that_means() -> None:
@@ -364,4 +361,4 @@ def test_a_cache_that_becomes_quantized_is_judged_anew() -> None:
     caches = MIXES["quantized_from_0"].new_cache()
     chosen.route(4, caches)
     assert chosen.route(4, [cache.to_quantized(64, 8) for cache in caches]) == BLOCK
-    assert certificate_for(model, situation("quantized_from_0", (8, 64))).holds(4)
+    assert record_of(model).certificate(situation("quantized_from_0", (8, 64))).holds(4)

@@ -19,10 +19,10 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.adopt import Likeness, stretch
-from mlx_spec.certify import Certificate, certificate_for
-from mlx_spec.target.mixers import attach as attach_mixers
-from mlx_spec.target.routes import BLOCK, STEP_THROUGH
-from mlx_spec.target.trial import PROBES, Situation
+from mlx_spec.verify.mixers import attach as attach_mixers
+from mlx_spec.verify.record import ModelRecord, record_of
+from mlx_spec.verify.routes import BLOCK, STEP_THROUGH
+from mlx_spec.verify.trial import PROBES, Situation
 from tests.test_certify import ON_CPU, fresh_model, on_cpu, routes, situation
 from tests.tiny import MIXES, PROMPT
 
@@ -76,7 +76,7 @@ def test_blocks_are_tried_from_the_probes_prompt_and_from_every_start_of_the_sit
     beyond = Situation(situation("sliding").caches, 1)
     attach_mixers(model)
     with seen.watching(model):
-        assert Certificate(model, beyond).holds(4) or not ON_CPU
+        assert ModelRecord(model).certificate(beyond).holds(4) or not ON_CPU
     _, *prompts = seen.ends[: 1 + len(PROBES)]
     assert prompts == [probe.tokens for probe in PROBES]
     assert {end - 4 for end in seen.ends[3:]} == {*prompts, *beyond.starts}
@@ -134,8 +134,8 @@ def test_caches_of_no_known_kind_are_stepped_through_by_name() -> None:
 def test_alike_caches_share_a_certificate_and_others_do_not() -> None:
     model = MIXES["dense"].model()
     plain, rings = situation(), Situation(Likeness(MIXES["ring_with_keep"].new_cache()))
-    assert certificate_for(model, plain) is certificate_for(model, situation())
-    assert certificate_for(model, plain) is not certificate_for(model, rings)
+    assert record_of(model).certificate(plain) is record_of(model).certificate(situation())
+    assert record_of(model).certificate(plain) is not record_of(model).certificate(rings)
     assert rings.caches != Likeness([RotatingKVCache(5, keep=1) for _ in MIXES["dense"].new_cache()])
 
 

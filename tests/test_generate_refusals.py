@@ -24,8 +24,8 @@ from mlx_spec.errors import (
     UnsupportedOption,
 )
 from mlx_spec.generate import _KIND_OF_METHOD
+from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
 from mlx_spec.rounds.registry import ROUND_LOOPS
-from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
 from tests.checkpoints import ascii_tokenizer, tiny_model
 from tests.drafters import eagle3_files
 from tests.oracle import rng_key

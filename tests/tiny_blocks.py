@@ -21,8 +21,8 @@ import numpy as np
 from mlx_spec.drafters.dflash.config import BlockConfig
 from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.dflash.weights import wanted_shapes
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 
 Config = dict[str, Any]
 Tensors = dict[str, mx.array]

@@ -18,8 +18,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.tiny import MIXES, VOCAB
 
 Tensors = dict[str, mx.array]

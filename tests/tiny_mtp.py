@@ -24,7 +24,7 @@ from mlx_lm.models import longcat_flash
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
 
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.drafters.native import FIXTURES, build_target
 from tests.tiny import randomise
 from tests.tiny_mtp_configs import CONFIGS, VOCAB, Config

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from mlx_spec.target.model import Target
+    from mlx_spec.model.target import Target
 
 Rows = Sequence[Sequence[int]]
 """Token ids on the host, one sequence per batch row: [B][n]."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.ngram import NO_TOKEN
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 DraftFunction = Callable[[list[int], int], list[int]]
 """(ids so far, the newest last; count) -> exactly `count` ids that may follow, or [] for none."""

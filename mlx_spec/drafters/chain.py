@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_spec.cache.adopt import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import DrafterState, Rows
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 PENDING_LIMIT = 64
 """Tapped rows kept unread while nothing is proposed."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.errors import InvalidRequest
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 NO_TOKEN = -1
 """Fills rows with fewer proposals than others; matches no token."""

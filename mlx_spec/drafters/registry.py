@@ -25,7 +25,7 @@ from mlx_spec.drafters.families import (
 )
 from mlx_spec.drafters.speculators import meant_architecture
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 DRAFTER_KIND_BY_MODEL_TYPE = {name: family.kind for name, family in FAMILY_BY_MODEL_TYPE.items()}
 """`model_type` or `speculators_model_type` -> kind. Only types that no ordinary language model has."""

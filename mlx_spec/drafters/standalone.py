@@ -25,8 +25,8 @@ from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.checkpoint import telling
 from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
+from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.sampling import random_state_kept
-from mlx_spec.target.model import Target, evaluate_arrays
 
 DEFAULT_WIDTH = 3
 """mlx-lm drafts two tokens a round when no number is named."""

@@ -14,6 +14,7 @@ from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix
+from mlx_spec.model.target import Target, TargetOutput
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
@@ -21,8 +22,8 @@ from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.rounds.walks import Block, Token, Walk, open_walk
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.schedule import FixedWidth
-from mlx_spec.target.model import Target, TargetOutput
-from mlx_spec.target.routes import Route
+from mlx_spec.verify.block import verify
+from mlx_spec.verify.routes import Route
 
 _CLEAR_EVERY_TOKENS = 256
 """How often mlx's buffer cache is cleared, as the one-token loop does."""
@@ -234,7 +235,7 @@ class Engine:
         route = self._routes.route(width, request.caches)
         tx = SpeculativeCacheTransaction(request.caches, width, drive=route.drive)
         try:
-            return tx, self._target.verify(inputs, tx, route, self._loop.taps), route
+            return tx, verify(self._target, inputs, tx, route, self._loop.taps), route
         except CannotMix as error:
             tx.abort()
             self._routes.demote(width, request.caches, error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.errors import UnknownDrafter
+from mlx_spec.model.target import Target
 from mlx_spec.rounds.base import DraftedLoop, RoundLoop
 from mlx_spec.rounds.hidden import HiddenLoop
 from mlx_spec.rounds.ngram import NgramLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.rounds.standalone import StandaloneLoop
 from mlx_spec.stats import Statistics
-from mlx_spec.target.model import Target
 
 ROUND_LOOPS: dict[str, type[DraftedLoop]] = {
     "dflash": HiddenLoop,

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 import mlx_spec.cache
-from mlx_spec.target import mixers
+from mlx_spec.verify import mixers
 
 OWN = [str(path) for path in sorted(Path(mlx_spec.cache.__path__[0]).glob("*.py"))]
 SET_OF_OPEN_CACHES = WeakSet.update.__code__.co_filename

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_spec.cache.base import Drive
-from mlx_spec.target import mixers, routes
+from mlx_spec.verify import mixers, routes
 from tests.cache.kinds import Kind, append_rows, arrays_of
 from tests.cache.shown import Kept, assert_counts, assert_shows
 from tests.tiny import VOCAB

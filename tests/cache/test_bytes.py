@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.adopt import cache_arrays, leaves
-from mlx_spec.target import mixers, routes
+from mlx_spec.verify import mixers, routes
 from tests.cache import kinds
 from tests.cache.kinds import HEADS, KINDS, RING, WINDOW_STEPS, Kind, arrays_of
 from tests.recalled import remembered_maps

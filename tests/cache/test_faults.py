@@ -14,7 +14,8 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.base import Drive
-from mlx_spec.target import mixers, routes
+from mlx_spec.verify import mixers, routes
+from mlx_spec.verify.record import detach
 from tests.cache import kinds
 from tests.cache.interrupting import Fault, Interrupt, Interrupter, mlx_functions, stand_in
 from tests.cache.kinds import CHUNK, KINDS, Kind, append, arrays_of
@@ -195,7 +196,7 @@ def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
     try:
         yield Scene(independent_copy(caches), feed, go_on, drive)
     finally:
-        mixers.detach(model)
+        detach(model)
 
 
 @pytest.mark.parametrize("mix", ["hybrid", "sliding", "chunked", "cache_list", "mamba2"])

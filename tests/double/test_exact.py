@@ -14,8 +14,8 @@ from mlx_spec.ops.attention import AttentionCall, QueryBlock
 from mlx_spec.ops.base import Rows
 from mlx_spec.ops.linear import DenseLinear
 from mlx_spec.ops.packed import PackedLinear
-from mlx_spec.target.mix import Mix
-from mlx_spec.target.routes import STEP_THROUGH
+from mlx_spec.verify.mix import Mix
+from mlx_spec.verify.routes import STEP_THROUGH
 from tests.double import PATTERNS, double
 from tests.zoo.menagerie import Specimen, whole_zoo
 from tests.zoo.trial import Subject, pattern_named

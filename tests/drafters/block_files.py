@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 from mlx_spec.drafters import dflash
 from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.dflash.state import BlockState
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 
 from mlx_spec.drafters import eagle3
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "eagle3"
 FLAT = FOLDER / "safeailab"

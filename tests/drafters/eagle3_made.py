@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.tiny import VOCAB, from_mlx_lm, randomise
 
 Config = dict[str, Any]

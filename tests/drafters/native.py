@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import _get_classes
 
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 Tensors = dict[str, mx.array]
 

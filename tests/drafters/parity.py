@@ -19,8 +19,8 @@ import mlx.core as mx
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 
 TOLERANCE = 1e-5
 """Of float32 values up to 1, from other kernels; larger arrays are allowed as much of their largest value."""

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_spec.drafters.dflash.heads import MarkovHead
 from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.dflash.state import BlockState
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.drafters.parity import CONFIG, TARGET, Comparison, Fixture, Layout
 from tests.zoo.menagerie import bare_model, give_weights, whole_zoo
 

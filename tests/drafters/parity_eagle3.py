@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.chain import ChainNetwork
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.drafters.parity import TOLERANCE, Comparison, Fixture, Layout, Tensors
 
 

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
 from mlx_spec.drafters.gemma4_assistant.model import Gemma4Assistant
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.drafters.parity import CONFIG, Comparison, Fixture, Layout, Tensors
 
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.mtp.model import MtpDrafter
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.drafters.native import native_target
 from tests.drafters.parity import Comparison, Fixture, Layout
 

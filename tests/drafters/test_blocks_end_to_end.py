@@ -16,8 +16,8 @@ from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.dflash.model import BlockDrafter, BlockNetwork
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.generate import speculative_generate_step
+from mlx_spec.model.target import Target
 from mlx_spec.stats import Statistics
-from mlx_spec.target.model import Target
 from tests.double import PATTERNS, double, each_chip
 from tests.oracle import OracleRun, assert_same_output, run_stock
 from tests.same_cache import assert_same_cache

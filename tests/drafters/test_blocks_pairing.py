@@ -12,8 +12,8 @@ from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.families import ANY_TARGET
 from mlx_spec.drafters.registry import resolve_family
 from mlx_spec.errors import CheckpointError, IncompatiblePair
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.drafters.block_files import FOLDERS, Config, config, target, write
 from tests.drafters.test_blocks import merge
 from tests.tiny import MIXES

@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.errors import MlxSpecError
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.drafters.eagle3_files import FOLDER, target
 from tests.drafters.eagle3_made import VARIANTS, made_config, made_tensors, target_of
 

@@ -19,8 +19,8 @@ from mlx_spec.drafters.eagle3.lineage import Lineage
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.drafters.registry import validate_drafter_compatibility
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnsupportedOption
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.model import Target
 from tests.drafters.eagle3_made import (
     DRAFTED,
     HIDDEN,

@@ -18,8 +18,8 @@ from mlx_spec.drafters.families import ANY_TARGET, FAMILIES, FAMILY_BY_NAME, Fam
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family
 from mlx_spec.drafters.speculators import SPECULATORS, meant_architecture, select_speculator
 from mlx_spec.errors import CheckpointError, IncompatiblePair, MlxSpecError, UnknownDrafter, UnsupportedOption
+from mlx_spec.model.target import Target
 from mlx_spec.rounds.registry import ROUND_LOOPS
-from mlx_spec.target.model import Target
 from tests.tiny import MIXES
 
 BUILT = tuple(row for row in FAMILIES if row.loadable)

@@ -20,7 +20,7 @@ from mlx_spec.cache.adopt import new_caches, rows_in_order
 from mlx_spec.drafters import gemma4_assistant
 from mlx_spec.drafters.gemma4_assistant.model import AssistantState, Gemma4Assistant, Reading
 from mlx_spec.errors import CheckpointError, IncompatiblePair, TransactionError, UnsupportedOption
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits
 from tests.double import PATTERNS, double, each_chip
 from tests.oracle import assert_same_output, rng_key, run_stock

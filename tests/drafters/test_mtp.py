@@ -21,9 +21,9 @@ from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.mtp.layouts import LAYOUT_BY_ARCHITECTURE, WITHOUT_LAYOUT, layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork
 from mlx_spec.errors import IncompatiblePair, UnsupportedOption
+from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
-from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
-from mlx_spec.target.model import Target
 from tests.host_reads import count_host_reads
 from tests.oracle import rng_key
 from tests.tiny_mtp import CONFIGS, FAMILIES, VOCAB, checkpoint, deeper, names_of, target, write

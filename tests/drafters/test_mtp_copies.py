@@ -12,9 +12,9 @@ from mlx import nn
 
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.errors import CheckpointError
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
 from mlx_spec.split_mtp import split
-from mlx_spec.target.model import Target
 from tests.drafters.native import build_target
 from tests.tiny_mtp import VOCAB, Tensors, checkpoint, names_of, target, write
 

@@ -18,8 +18,8 @@ from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.adopt import needs_mixers
 from mlx_spec.drafters.standalone import PENDING_LIMIT, StandaloneDrafter, StandaloneState
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.target.anatomy import ANATOMY_BY_MODULE
-from mlx_spec.target.model import Target
+from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
+from mlx_spec.model.target import Target
 from tests.double import PATTERNS, double, each_chip
 from tests.host_reads import count_host_reads
 from tests.oracle import assert_same_output, independent_copy, run_stock

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_spec import SpeculativeCacheTransaction, Statistics, generate_step
 from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
-from mlx_spec.target.mixers import attach
-from mlx_spec.target.model import Target
-from mlx_spec.target.routes import remember
+from mlx_spec.model.target import Target
+from mlx_spec.verify.mixers import attach
+from mlx_spec.verify.routes import remember
 from tests.cache.kinds import KINDS, Kind, append, arrays_of
 from tests.checkpoints import tiny_model
 from tests.drafters import eagle3_files

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from mlx_spec.drafters import NgramDrafter
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits, independent_array
 from tests.oracle import OracleRun, independent_copy
 from tests.rounds.runs import DRAFTERS, SPARE, assert_counts_add_up, assert_equals_stock, record_stock, speculate

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_spec.drafters import Drafter, DrafterState, NgramDrafter
 from mlx_spec.drafters.ngram import NgramState
 from mlx_spec.generate import generate_step
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits, bit_difference
 from tests.checkpoints import WIDE, tiny_model
 from tests.oracle import OracleRun, assert_same_output

@@ -14,12 +14,12 @@ import mlx.core as mx
 import pytest
 
 import mlx_spec
-from mlx_spec import certify
 from mlx_spec.cache.adopt import Likeness
 from mlx_spec.cache.base import Drive
 from mlx_spec.generate import generate, generate_step
-from mlx_spec.target.mixers import attach
-from mlx_spec.target.trial import Situation
+from mlx_spec.verify.mixers import attach
+from mlx_spec.verify.record import ModelRecord
+from mlx_spec.verify.trial import Situation
 from tests.checkpoints import ascii_tokenizer, tiny_model, write_target
 from tests.drafters import eagle3_files
 from tests.oracle import OracleRun, assert_same_output, rng_key
@@ -126,12 +126,12 @@ def test_what_one_thread_found_out_about_blocks_serves_another_after_its_end(mix
     made = MIXES[mix]
     attach(made.model())
     situation = Situation(Likeness(made.new_cache()))
-    certificate = certify.Certificate(made.model(), situation)
+    certificate = ModelRecord(made.model()).certificate(situation)
     verdicts: dict[tuple[int, Drive], list[bool]] = {}
     for width in (3, 2, 5):
         for drive in (Drive.BLOCK, Drive.POSITIONS):
             asked = lambda width=width, drive=drive: certificate.holds(width, drive)  # noqa: E731
-            alone = certify.Certificate(made.model(), situation).holds(width, drive)
+            alone = ModelRecord(made.model()).certificate(situation).holds(width, drive)
             verdicts[width, drive] = [in_a_thread(asked), alone]
     assert all(found == alone for found, alone in verdicts.values()), verdicts
     assert certificate.failure is None

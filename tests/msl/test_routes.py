@@ -11,8 +11,8 @@ from mlx_spec.ops.argmax import GreedyBlock, kernel_holds
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import OWN_KERNEL, STOCK
 from mlx_spec.ops.block_attention import BlockAttention
-from mlx_spec.target import bindings
-from mlx_spec.target.routes import Plan, verifying
+from mlx_spec.verify.record import record_of
+from mlx_spec.verify.routes import Plan, verifying
 from tests.msl import stock, trials
 from tests.msl.kernel import Run
 from tests.msl.simulator import simulated
@@ -123,7 +123,7 @@ def test_a_plan_says_which_way_attention_goes(found: str, monkeypatch: pytest.Mo
         vocab_size=45,
     )
     plain = model(mx.array([[3, 1, 4]]))
-    kinds = bindings.attach(model).kinds
+    kinds = record_of(model).bindings.attach(model).kinds
     with simulated(), verifying(Plan(3, by_position=kinds, attention=route)):
         out = model(mx.array([[3, 1, 4]]))
     assert mx.allclose(out, plain, atol=1e-4).item()

@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.generate import generate_step
+from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
 from mlx_spec.stats import Statistics
-from mlx_spec.target.model import Target
 from tests.double import PATTERNS, double, each_chip
 from tests.drafters import eagle3_made
 from tests.oracle import assert_same_output, run_stock

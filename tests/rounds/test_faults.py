@@ -14,13 +14,13 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
-from mlx_spec import certify
 from mlx_spec.cache.adopt import KVQuantization, Likeness, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, is_pure, stream_generate
 from mlx_spec.stats import Statistics
-from mlx_spec.target.trial import Situation
+from mlx_spec.verify.record import ModelRecord, forget, record_of
+from mlx_spec.verify.trial import Situation
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.rounds.letters import tokenizer
 from tests.rounds.runs import CHOICES, DRAFTERS, SEED, SPARE, assert_counts_add_up, assert_equals_stock, speculate
@@ -337,12 +337,10 @@ def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, 
 
 @pytest.mark.parametrize("call", range(7))
 @pytest.mark.parametrize("late", [False, True], ids=["before the forward", "after the forward"])
-def test_fault_while_a_width_is_certified_costs_nothing_later(
-    call: int, late: bool, wrap_forward: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_while_a_width_is_certified_costs_nothing_later(call: int, late: bool, wrap_forward: Any) -> None:
     run, model = stock("dense"), MIXES["dense"].model()
-    certificate = certify.Certificate(model, DENSE)
-    monkeypatch.setattr(certify, "certificate_for", lambda *key: certificate)
+    forget(model)
+    certificate = record_of(model).certificate(DENSE)
     fault = Fault("while certifying")
     wrap_forward("dense", failing_forward(call, fault, late))
     broken = run_into("dense", drafter_for("right", "dense"))
@@ -350,7 +348,7 @@ def test_fault_while_a_width_is_certified_costs_nothing_later(
     assert_left_right("dense", broken)
     got = speculate(MIXES["dense"], drafter_for("right", "dense"), max_tokens=EMITTED, draft_block_size=WIDTH)
     assert_equals_stock(got, run, EMITTED)
-    fresh = certify.Certificate(model, DENSE).holds(WIDTH)
+    fresh = ModelRecord(model).certificate(DENSE).holds(WIDTH)
     assert certificate.holds(WIDTH) == fresh, "a fault while certifying left a wrong verdict"
 
 

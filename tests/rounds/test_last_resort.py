@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec.cache import adopt
-from mlx_spec.certify import CertifiedRoutes
-from mlx_spec.target.routes import BLOCK, STEP_THROUGH
+from mlx_spec.verify.certified_routes import CertifiedRoutes
+from mlx_spec.verify.routes import BLOCK, STEP_THROUGH
 from tests.rounds.runs import (
     CHOICES,
     DRAFTERS,

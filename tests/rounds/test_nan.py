@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_spec import certify
 from mlx_spec.cache.adopt import tokens_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import NonFiniteLogits
+from mlx_spec.verify.record import forget
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.rounds.runs import CHOICES, DRAFTERS, SEED, SPARE, SpeculativeRun, assert_equals_stock, speculate
 from tests.rounds.test_faults import cache_of_prompt, run_into
@@ -36,10 +36,12 @@ EVERY_MIX_AND_CHOICE = pytest.mark.parametrize(
 @pytest.fixture(autouse=True, scope="module")
 def own_certificates() -> Iterator[None]:
     """The models are shared with other files: what is found out about a poisoned one must not outlive the poison."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(certify, "_certificates", {})
-        patched.setattr(certify, "_op_tables", {})
-        yield
+    models = [MIXES[mix].model() for mix in REQUIRED]
+    for model in models:
+        forget(model)
+    yield
+    for model in models:
+        forget(model)
 
 
 @pytest.fixture

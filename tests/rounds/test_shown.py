@@ -7,7 +7,7 @@ import functools
 import mlx.core as mx
 import pytest
 
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits, independent_array
 from tests.rounds.runs import CHOICES, DRAFTERS, PREFILLS, SpeculativeRun, assert_equals_stock, speculate, stock
 from tests.scripted import RecordingDrafter, TappingDrafter

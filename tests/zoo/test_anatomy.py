@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.errors import UnknownAnatomy
-from mlx_spec.target.anatomy import ANATOMY_BY_MODULE, WITHOUT_ANATOMY
-from mlx_spec.target.model import Target
+from mlx_spec.model.anatomy import ANATOMY_BY_MODULE, WITHOUT_ANATOMY
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits
 from tests.zoo.menagerie import Specimen, architectures, whole_zoo
 from tests.zoo.trial import DTYPES, why_not_here

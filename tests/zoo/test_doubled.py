@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec import generate_step
-from mlx_spec.certify import Certificate, Verify
 from mlx_spec.drafters import CallableDrafter
+from mlx_spec.verify.certificate import Certificate
+from mlx_spec.verify.certified_routes import Verify
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, run_stock
 from tests.same_cache import cache_difference

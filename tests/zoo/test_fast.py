@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_spec.target.routes import BLOCK, STEP_THROUGH
+from mlx_spec.verify.routes import BLOCK, STEP_THROUGH
 from tests.zoo.menagerie import whole_zoo
 from tests.zoo.trial import Subject, pattern_named
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.certify import Certificate
+from mlx_spec.verify.certificate import Certificate
 from tests.zoo.menagerie import Specimen, bare_model, missing_architectures, whole_zoo
 from tests.zoo.trial import Plan, examine, kind_of
 

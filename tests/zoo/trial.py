@@ -18,13 +18,14 @@ from mlx_spec import generate_step
 from mlx_spec.cache.adopt import adopt
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.certify import Verify
 from mlx_spec.drafters import CallableDrafter
 from mlx_spec.errors import CannotMix
+from mlx_spec.model.target import Target
 from mlx_spec.stats import Statistics
-from mlx_spec.target import mixers, routes
-from mlx_spec.target.model import Target
-from mlx_spec.target.routes import STEP_THROUGH
+from mlx_spec.verify import mixers, routes
+from mlx_spec.verify.block import step_through, verify
+from mlx_spec.verify.certified_routes import Verify
+from mlx_spec.verify.routes import STEP_THROUGH
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.same_cache import cache_difference
 from tests.zoo.menagerie import Specimen
@@ -308,7 +309,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
     with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
         target = Target(subject.model)
         try:
-            output = target.verify(ids, tx)
+            output = verify(target, ids, tx)
         except (CannotMix, ValueError, TypeError):
             tx.abort()
         else:
@@ -316,7 +317,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
             finding.retained = tx.nbytes
             return
     with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
-        mx.eval(target.step_through(ids, tx).logits)
+        mx.eval(step_through(target, ids, tx).logits)
         finding.retained = tx.nbytes
 
 

@@ -13,7 +13,7 @@ from mlx_spec.drafters.dflash.model import BlockDrafter
 from mlx_spec.drafters.dflash.weights import BlockWeights, read_weights
 from mlx_spec.drafters.quantization import Format, foreign_quantization
 from mlx_spec.errors import UnsupportedOption
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 __all__ = ["load"]
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.dflash.config import BlockConfig
 from mlx_spec.drafters.dflash.layers import Tensors
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 
 class ProposalHead(abc.ABC):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.drafters.base import DrafterState, Rows
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 if TYPE_CHECKING:
     from mlx_spec.drafters.dflash.model import BlockDrafter

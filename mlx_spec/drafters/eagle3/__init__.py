@@ -16,8 +16,8 @@ from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.drafters.eagle3.weights import canonical, read_stored, read_weights
 from mlx_spec.drafters.quantization import foreign_quantization, quantize_on_load, read_quantization
 from mlx_spec.errors import UnsupportedOption
+from mlx_spec.model.target import Target
 from mlx_spec.sampling import random_state_kept
-from mlx_spec.target.model import Target
 
 __all__ = ["load"]
 

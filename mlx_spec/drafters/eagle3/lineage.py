@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 _ARGUMENTS_OF = {"deepseek_v3": "args", "kimi_k25": "args.text_config"}
 _KIMI_TYPES = ("kimi_k2", "kimi_k25")

@@ -18,7 +18,7 @@ from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.lineage import Lineage
 from mlx_spec.drafters.eagle3.weights import Eagle3Weights
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.target.model import Target, evaluate_arrays
+from mlx_spec.model.target import Target, evaluate_arrays
 
 PADDING_LIMIT = 1024
 """Rows by which two embedding tables of one vocabulary may differ: tables are padded, each to its own multiple."""

@@ -13,8 +13,8 @@ from mlx_spec.drafters.gemma4_assistant.model import AssistantNetwork, Gemma4Ass
 from mlx_spec.drafters.quantization import quantize_as_stored, quantize_on_load, read_quantization
 from mlx_spec.drafters.same_names import fill
 from mlx_spec.errors import UnsupportedOption
+from mlx_spec.model.target import Target
 from mlx_spec.sampling import random_state_kept
-from mlx_spec.target.model import Target
 
 __all__ = ["AssistantConfig", "AssistantNetwork", "load"]
 

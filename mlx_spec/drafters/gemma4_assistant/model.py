@@ -18,7 +18,7 @@ from mlx_spec.cache.adopt import rows_in_order
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.gemma4_assistant.config import AssistantConfig
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.target.model import Target, evaluate_arrays
+from mlx_spec.model.target import Target, evaluate_arrays
 
 KeysByKind = Mapping[str, tuple[mx.array, mx.array]]
 """Kind of layer -> keys [B, Hk, T, D] and values of the target, oldest first."""

@@ -17,7 +17,7 @@ from mlx_spec.drafters.mtp.stored_packing import quantize_as_stored
 from mlx_spec.drafters.mtp.weights import assign, file_name
 from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import UnsupportedOption
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 __all__ = ["load"]
 

@@ -12,7 +12,7 @@ from mlx_spec.drafters.mtp.files import DECLARED_COUNTS
 from mlx_spec.drafters.mtp.layouts import Layout
 from mlx_spec.drafters.mtp.model import target_args
 from mlx_spec.errors import CheckpointError, IncompatiblePair
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 # Say nothing about the prediction layer, or are told by other means: how much text there can be, what the target's
 # head is, and how the target's own weights are packed.

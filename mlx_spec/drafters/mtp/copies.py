@@ -9,7 +9,7 @@ from mlx_spec.drafters.mtp.files import PredictionTensors
 from mlx_spec.drafters.mtp.layouts import Layout
 from mlx_spec.drafters.stored_tensors import FLOATS, fault, fault_of_values
 from mlx_spec.errors import CheckpointError
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 _ROWS = 64
 """Rows compared of an embedding, and states that heads are compared on."""

@@ -20,7 +20,7 @@ from mlx_spec.cache.adopt import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import DrafterState, Rows
 from mlx_spec.drafters.chain import PENDING_LIMIT, ChainNetwork
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 
 class _Layer:

@@ -13,7 +13,7 @@ from mlx_spec.drafters.checkpoint import TensorFile, files_holding, indexed_name
 from mlx_spec.drafters.mtp.block_scales import dequantized
 from mlx_spec.drafters.mtp.layouts import LAYOUT_BY_ARCHITECTURE, SPLIT_SUFFIX, Layout
 from mlx_spec.errors import CheckpointError
-from mlx_spec.target.model import Target
+from mlx_spec.model.target import Target
 
 SIDE_FILES = "*mtp*.safetensors"
 """Files of prediction layers that an index may not name."""

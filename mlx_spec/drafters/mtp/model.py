@@ -17,8 +17,8 @@ from mlx_spec.drafters.chain import ChainNetwork, ChainState
 from mlx_spec.drafters.mtp.depths import DepthsState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
 from mlx_spec.errors import IncompatiblePair
+from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.sampling import random_state_kept
-from mlx_spec.target.model import Target, evaluate_arrays
 
 
 class Passed(nn.Module):

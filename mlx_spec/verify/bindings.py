@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,9 +21,10 @@ from mlx_lm.models import base, ssm
 
 from mlx_spec.cache.append import AppendJournal
 from mlx_spec.cache.base import is_leaf, journals_of
+from mlx_spec.model.swap import lock
 from mlx_spec.ops.attention import Attend, AttentionCall, KeyStretch, QueryBlock, Side, rows_of
 from mlx_spec.ops.recurrence import StateUpdates
-from mlx_spec.target.routes import ATTENTION, Plan, plan_in_force
+from mlx_spec.verify.routes import ATTENTION, Plan, plan_in_force
 
 NAME = "scaled_dot_product_attention"
 STATE_UPDATE = "ssm_update"
@@ -33,12 +32,6 @@ STATE_UPDATE = "ssm_update"
 _stock = base.scaled_dot_product_attention
 _stock_update = ssm.ssm_update
 _FAMILIES = base.__name__.removesuffix("base")
-
-_users: dict[tuple[str, str], set[int]] = {}
-"""(name of a module, name bound in it) -> ids of the models that want it bound."""
-
-_lock = threading.RLock()
-"""Reentrant: a model may be collected, and let go of its modules, while another is attached in the same thread."""
 
 
 class Bound(NamedTuple):
@@ -55,53 +48,72 @@ class Bound(NamedTuple):
     refused: tuple[str, ...]
 
 
-def attach(model: Any) -> Bound:
-    """Bind what a model's classes call. Attaching twice is attaching once; it ends with the model."""
-    names, kinds, refused = [], [], []
-    with _lock:
-        known = any(id(model) in users for users in _users.values())
-        for module, name in _places_of(model):
-            named = _NAMES[name]
-            if not named.is_own(vars(module)[name]):
-                refused.append(
-                    f"{named.kind} cannot go by position: another library has replaced {name} in {module.__name__}"
-                )
-                continue
-            # Counted before it is bound: a model that goes meanwhile must not take the binding with it.
-            _users.setdefault((module.__name__, name), set()).add(id(model))
-            setattr(module, name, named.ours)
-            names.append(module.__name__)
-            kinds.append(named.kind)
-        if names and not known:
-            weakref.finalize(model, _release, id(model))
-    return Bound(*(tuple(dict.fromkeys(each)) for each in (names, kinds, refused)))
+class Place(NamedTuple):
+    """A name in a module of mlx-lm."""
+
+    module: str
+    name: str
 
 
-def detach(model: Any) -> None:
-    """Give the modules that no other attached model needs mlx-lm's own function back."""
-    _release(id(model))
+class Bindings:
+    """What is bound for one model. Its owner calls `release` when the model goes."""
+
+    def __init__(self) -> None:
+        self._places: set[Place] = set()
+
+    def attach(self, model: Any) -> Bound:
+        """Bind what a model's classes call. Attaching twice is attaching once."""
+        names, kinds, refused = [], [], []
+        with lock:
+            for module, name in _places_of(model):
+                named = NAMES[name]
+                if not named.is_own(vars(module)[name]):
+                    refused.append(
+                        f"{named.kind} cannot go by position: another library has replaced {name} in {module.__name__}"
+                    )
+                    continue
+                place = Place(module.__name__, name)
+                # Claimed before it is bound: a model that goes meanwhile must not take the binding with it.
+                self._places.add(place)
+                _claims.setdefault(place, set()).add(self)
+                setattr(module, name, named.ours)
+                names.append(module.__name__)
+                kinds.append(named.kind)
+        return Bound(*(tuple(dict.fromkeys(each)) for each in (names, kinds, refused)))
+
+    def release(self) -> None:
+        """Give the modules that no other model needs bound mlx-lm's own function back."""
+        with lock:
+            for place in self._places:
+                claims = _claims[place]
+                claims.discard(self)
+                module, named = sys.modules.get(place.module), NAMES[place.name]
+                # Whoever has wrapped the function since keeps it; theirs calls stock outside verify calls.
+                if not claims and module is not None and vars(module).get(place.name) is named.ours:
+                    setattr(module, place.name, named.stock)
+            self._places.clear()
 
 
-def _release(model: int) -> None:
-    with _lock:
-        for (module_name, name), users in list(_users.items()):
-            users.discard(model)
-            module, named = sys.modules.get(module_name), _NAMES[name]
-            # Whoever has wrapped the function since keeps it; theirs calls stock outside verify calls.
-            if not users and module is not None and vars(module).get(name) is named.ours:
-                setattr(module, name, named.stock)
+_claims: dict[Place, set[Bindings]] = {}
+"""Who wants what bound."""
+
+
+def owners() -> set[Bindings]:
+    """Whoever has something bound now."""
+    with lock:
+        return set().union(*_claims.values())
 
 
 def _places_of(model: Any) -> list[tuple[ModuleType, str]]:
     """The modules of mlx-lm that a model's classes, and those they derive from, find a name in; with the name."""
     classes = {base_class for part in model.modules() for base_class in type(part).__mro__}
-    homes = {named.home.__name__ for named in _NAMES.values()}
+    homes = {named.home.__name__ for named in NAMES.values()}
     names = sorted({each.__module__ for each in classes if each.__module__.startswith(_FAMILIES)} - homes)
     found = [sys.modules[name] for name in names if name in sys.modules]
-    return [(module, name) for name in _NAMES for module in found if name in vars(module)]
+    return [(module, name) for name in NAMES for module in found if name in vars(module)]
 
 
-class _Named(NamedTuple):
+class Named(NamedTuple):
     """A function of mlx-lm that models import by name.
 
     Attributes:
@@ -126,7 +138,7 @@ class _Named(NamedTuple):
 
 
 @wraps(_stock)
-def _attention(
+def attention(
     queries: mx.array, keys: Side, values: Side, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
     plan, noted = plan_in_force(), _noted.get()
@@ -167,9 +179,9 @@ def _state_update(*args: Any, **keywords: Any) -> tuple[mx.array, mx.array]:
 
 _UPDATE = inspect.signature(_stock_update)
 
-_NAMES = {
-    NAME: _Named(ATTENTION, base, _stock, _attention),
-    STATE_UPDATE: _Named("state updates", ssm, _stock_update, _state_update),
+NAMES = {
+    NAME: Named(ATTENTION, base, _stock, attention),
+    STATE_UPDATE: Named("state updates", ssm, _stock_update, _state_update),
 }
 """What is bound, by the name models import it under."""
 

@@ -9,12 +9,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.target.model import Target
-from mlx_spec.target.taps import detach
+from mlx_spec.model.target import Target
+from mlx_spec.verify.block import step_through, verify
+from mlx_spec.verify.record import detach
 from tests.bits import assert_same_bits
+from tests.model.architectures import spying
 from tests.oracle import independent_copy
 from tests.same_cache import assert_same_cache
-from tests.target.architectures import spying
 from tests.tiny import MIXES, Mix
 
 EVERY_MIX = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
@@ -55,7 +56,7 @@ def test_every_position_has_the_bits_of_a_one_token_forward_hidden_rows_too(mix:
         target.attach_taps(taps)
         caches = oracle.cache_after(start)
         with SpeculativeCacheTransaction(caches, WIDTH) as tx:
-            output = target.step_through(mx.array([tokens]), tx, taps)
+            output = step_through(target, mx.array([tokens]), tx, taps)
             tx.commit(WIDTH)
         detach(model)
         assert output.hidden is not None
@@ -74,7 +75,7 @@ def test_keeping_n_tokens_leaves_the_cache_of_the_stock_loop(mix: Mix) -> None:
         for kept in (0, 1, 4, 5):
             caches = oracle.cache_after(start)
             with SpeculativeCacheTransaction(caches, WIDTH) as tx:
-                target.step_through(mx.array([oracle.ids[start : start + WIDTH]]), tx)
+                step_through(target, mx.array([oracle.ids[start : start + WIDTH]]), tx)
                 tx.commit(kept)
             assert_same_cache(caches, oracle.cache_after(start + kept))
 
@@ -86,7 +87,7 @@ def test_a_wrong_block_leaves_no_trace_when_nothing_of_it_is_kept(mix: Mix) -> N
     for start in starts(mix):
         caches = oracle.cache_after(start)
         with SpeculativeCacheTransaction(caches, WIDTH) as tx:
-            target.step_through(mx.array([[1, 2, 3, 4, 5]]), tx)
+            step_through(target, mx.array([[1, 2, 3, 4, 5]]), tx)
         assert_same_cache(caches, oracle.cache_after(start))
 
 
@@ -101,7 +102,7 @@ def test_a_block_keeps_any_prefix_where_caches_keep_by_length(mix: Mix) -> None:
         for kept in range(WIDTH + 1):
             caches = oracle.cache_after(start)
             with SpeculativeCacheTransaction(caches, WIDTH) as tx:
-                target.verify(mx.array([oracle.ids[start : start + WIDTH]]), tx)
+                verify(target, mx.array([oracle.ids[start : start + WIDTH]]), tx)
                 tx.commit(kept)
             want = oracle.cache_after(start + kept)
             assert [cache.offset for cache in caches] == [cache.offset for cache in want]
@@ -113,7 +114,7 @@ def test_a_step_of_one_token_is_the_ordinary_forward() -> None:
     (want,) = stock_steps(mix.model(), oracle.ids[4:5], oracle.cache_after(4), (0,))
     caches = oracle.cache_after(4)
     with SpeculativeCacheTransaction(caches, 1) as tx:
-        output = Target(mix.model()).step_through(mx.array([oracle.ids[4:5]]), tx)
+        output = step_through(Target(mix.model()), mx.array([oracle.ids[4:5]]), tx)
         tx.commit(1)
     assert output.hidden is None
     assert_same_bits(output.logits, want[0], "logits")
@@ -143,5 +144,5 @@ def test_an_exception_at_any_step_leaves_the_round_to_be_undone() -> None:
         caches = oracle.cache_after(3)
         before = independent_copy(caches)
         with pytest.raises(KeyError), SpeculativeCacheTransaction(caches, WIDTH) as tx:
-            Target(Failing(at)).step_through(mx.array([oracle.ids[3 : 3 + WIDTH]]), tx)
+            step_through(Target(Failing(at)), mx.array([oracle.ids[3 : 3 + WIDTH]]), tx)
         assert_same_cache(caches, before)

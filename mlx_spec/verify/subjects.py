@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import new_caches
+from mlx_spec.model.swap import own_class
 from mlx_spec.ops.base import Op, Shape, WeightedModule
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.experts import EXPERTS
 from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS, LINEARS
-from mlx_spec.target import products
-from mlx_spec.target.routes import own_class
-from mlx_spec.target.trace import watched
+from mlx_spec.verify import products
+from mlx_spec.verify.trace import watched
 
 _TRACED_TOKENS = 3
 

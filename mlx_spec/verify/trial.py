@@ -12,8 +12,8 @@ from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.ops.attention import AttentionCall
 from mlx_spec.ops.choose import same_bits
-from mlx_spec.target.bindings import noting
-from mlx_spec.target.routes import Route, verifying
+from mlx_spec.verify.bindings import noting
+from mlx_spec.verify.routes import Route, verifying
 
 PROMPT_TOKENS = 9
 """Length of the first probe; the others are longer."""

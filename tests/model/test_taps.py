@@ -13,11 +13,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.target.model import Target
-from mlx_spec.target.taps import attach, detach, recording
+from mlx_spec.model.swap import swap_of
+from mlx_spec.model.taps import attach, recording
+from mlx_spec.model.target import Target
+from mlx_spec.verify.record import detach
 from tests.bits import assert_same_bits
+from tests.model.architectures import BUILDERS, LAYERS, model, spying
 from tests.oracle import assert_same_output, run_stock
-from tests.target.architectures import BUILDERS, LAYERS, model, spying
 from tests.tiny import MIXES, PROMPT, Mix
 
 IDS = mx.array([[5, 17, 42, 8, 61]])
@@ -279,9 +281,9 @@ def test_two_threads_record_separately_on_one_model() -> None:
 def test_two_models_are_tapped_separately() -> None:
     first, second = model("llama_tied"), model("llama_untied")
     attach(first.layers)
-    assert "__tapped__" not in vars(type(second.layers[0]))
+    assert swap_of(second.layers[0], "tap") is None
     attach(second.layers)
     detach(first)
     (output,) = recorded(second, (0,))
     assert output.shape[1] == IDS.size
-    assert "__tapped__" not in vars(type(first.layers[0]))
+    assert swap_of(first.layers[0], "tap") is None

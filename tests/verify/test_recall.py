@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +12,9 @@ from mlx import nn
 from mlx_spec.cache.adopt import cache_arrays, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.target import mixers, routes
-from mlx_spec.target.recall import Recall, recalled
+from mlx_spec.verify import mixers, routes
+from mlx_spec.verify.recall import Recall, recalled
+from mlx_spec.verify.record import detach
 from tests.recalled import inner_maps, remembered_maps
 from tests.same_cache import assert_same_cache
 from tests.tiny import MIXES, VOCAB, randomise
@@ -51,7 +51,7 @@ class Round:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
     """Linear maps in the order they are computed."""
     computed: list[nn.Linear] = []
     stock = nn.Linear.__call__
@@ -61,10 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
         return stock(self, x)
 
     monkeypatch.setattr(nn.Linear, "__call__", call)
-    # Classes that were swapped before hold the stock function.
-    routes._routed_class.cache_clear()
-    yield computed
-    routes._routed_class.cache_clear()
+    return computed
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -135,7 +132,7 @@ def test_detaching_gives_the_linear_maps_their_class_back() -> None:
     model = fresh("hybrid")
     assert all(type(part) is not nn.Linear for part in inner_maps(model))
     parts = inner_maps(model)
-    routes.detach(model)
+    detach(model)
     assert all(type(part) is nn.Linear for part in parts)
 
 

@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import mamba2, ssm
 
-from mlx_spec.target import bindings
-from mlx_spec.target.bindings import STATE_UPDATE
-from mlx_spec.target.routes import Plan, verifying
+from mlx_spec.verify.bindings import STATE_UPDATE
+from mlx_spec.verify.record import detach, record_of
+from mlx_spec.verify.routes import Plan, verifying
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
-from tests.target.test_bindings import release_all
 from tests.tiny import MIXES
+from tests.verify.test_bindings import release_all
 
 BATCH, HEADS, SIZE, GROUPS, STATE = 2, 6, 8, 3, 16
 LIMITS = (0.001, 50.0)
@@ -27,9 +27,9 @@ def bound() -> Iterator[None]:
     # Models of tests that ran before may still want it bound.
     release_all()
     model = MIXES["mamba2"].model()
-    bindings.attach(model)
+    record_of(model).bindings.attach(model)
     yield
-    bindings.detach(model)
+    detach(model)
 
 
 def by_position(width: int) -> Plan:
@@ -117,5 +117,5 @@ def test_rows_that_end_inside_the_block_are_left_to_stock() -> None:
 
 def test_detaching_gives_the_function_back() -> None:
     assert vars(mamba2)[STATE_UPDATE] is not ssm.ssm_update
-    bindings.detach(MIXES["mamba2"].model())
+    detach(MIXES["mamba2"].model())
     assert vars(mamba2)[STATE_UPDATE] is ssm.ssm_update

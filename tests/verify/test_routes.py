@@ -16,9 +16,10 @@ from mlx_spec.ops.attention import BY_POSITION
 from mlx_spec.ops.base import ROWS, STOCK, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import BATCH_AXIS
-from mlx_spec.target import routes
-from mlx_spec.target.routes import BLOCK, POSITIONS, STEP_THROUGH, Plan, Route, plan_in_force, plan_of, verifying
-from mlx_spec.target.subjects import find_subjects
+from mlx_spec.verify import routes
+from mlx_spec.verify.record import detach
+from mlx_spec.verify.routes import BLOCK, POSITIONS, STEP_THROUGH, Plan, Route, plan_in_force, plan_of, verifying
+from mlx_spec.verify.subjects import find_subjects
 from tests.bits import assert_same_bits, bit_difference
 from tests.oracle import assert_same_output
 from tests.tiny import MIXES, PROMPT
@@ -89,7 +90,7 @@ def test_attaching_changes_no_parameter_and_detaching_puts_the_classes_back(mode
         routed(model, ROWS)
         assert [type(module) for module in model.modules()] != classes
         assert {path: id(value) for path, value in tree_flatten(model.parameters())} == before
-        routes.detach(model)
+        detach(model)
         assert [type(module) for module in model.modules()] == classes
 
 
@@ -100,7 +101,7 @@ def test_plain_decoding_of_a_routed_model_is_stock(model: Any) -> None:
         routed(attached, ROWS)
         assert_same_output(list(stock_generate_step(mx.array(PROMPT), attached, max_tokens=20)), run, 20)
     finally:
-        routes.detach(attached)
+        detach(attached)
 
 
 def test_what_takes_the_stock_route_is_not_touched(model: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from mlx_spec.ops.base import ROWS, STOCK
 from mlx_spec.ops.choose import choose, distinct
-from mlx_spec.target import mixers, routes
-from mlx_spec.target.subjects import find_subjects
+from mlx_spec.verify import mixers, routes
+from mlx_spec.verify.subjects import find_subjects
 from tests.bits import assert_same_bits
 from tests.tiny import MIXES
 from tests.zoo.menagerie import whole_zoo

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_spec.target import verdicts as module
-from mlx_spec.target.verdicts import Verdicts, facts_of, make_of
+from mlx_spec.verify import verdicts as module
+from mlx_spec.verify.verdicts import Verdicts, facts_of, make_of
 from tests.tiny import MIXES
 
 FACTS = {"mlx": "1.2.3", "model": "abc"}

@@ -21,10 +21,11 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.ops.attention import in_chunks_of
 from mlx_spec.ops.base import STOCK
-from mlx_spec.target import bindings, mixers
-from mlx_spec.target.bindings import NAME
-from mlx_spec.target.routes import BLOCK, POSITIONS, Plan, Routed, verifying
-from mlx_spec.target.trial import attention_calls
+from mlx_spec.verify import bindings, mixers
+from mlx_spec.verify.bindings import NAME
+from mlx_spec.verify.record import detach, record_of
+from mlx_spec.verify.routes import BLOCK, POSITIONS, Plan, Routed, verifying
+from mlx_spec.verify.trial import attention_calls
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, independent_copy, run_stock
@@ -55,8 +56,8 @@ def nothing_is_bound() -> Iterator[None]:
 
 
 def release_all() -> None:
-    for model in set().union(*bindings._users.values()):
-        bindings._release(model)
+    for owner in bindings.owners():
+        owner.release()
 
 
 # Binding
@@ -66,30 +67,30 @@ def test_attaching_binds_the_files_of_a_models_classes_and_detaching_gives_the_f
     file, model = llama_file(), MIXES["dense"].model()
     stock = base.scaled_dot_product_attention
     assert vars(file)[NAME] is stock
-    bound = bindings.attach(model)
+    bound = record_of(model).bindings.attach(model)
     assert bound.refused == ()
     assert vars(file)[NAME] is not stock
     assert base.scaled_dot_product_attention is stock
-    assert bindings.attach(model) == bound
-    bindings.detach(model)
+    assert record_of(model).bindings.attach(model) == bound
+    detach(model)
     assert vars(file)[NAME] is stock
-    bindings.detach(model)
+    detach(model)
     assert vars(file)[NAME] is stock
 
 
 def test_a_class_derived_from_another_files_class_has_both_files_bound() -> None:
     specimen = next(specimen for specimen in whole_zoo() if specimen.name == "qwen3_5")
     model = specimen.build("float32")
-    assert "mlx_lm.models.qwen3_next" in bindings.attach(model).names
+    assert "mlx_lm.models.qwen3_next" in record_of(model).bindings.attach(model).names
 
 
 def test_a_file_stays_bound_until_the_last_of_its_models_is_gone() -> None:
     file = llama_file()
     specimen = next(specimen for specimen in whole_zoo() if specimen.name == "llama")
     first, second = specimen.build("float32"), specimen.build("float32")
-    bindings.attach(first)
-    bindings.attach(second)
-    bindings.detach(first)
+    record_of(first).bindings.attach(first)
+    record_of(second).bindings.attach(second)
+    detach(first)
     assert vars(file)[NAME] is not base.scaled_dot_product_attention
     del second
     gc.collect()
@@ -103,9 +104,9 @@ def test_attaching_and_detaching_in_many_threads_leaves_the_function_of_mlx_lm()
 
     def work(model: Any) -> None:
         for _ in range(50):
-            bindings.attach(model)
-            seen.append(vars(llama_file())[NAME] is bindings._attention)
-            bindings.detach(model)
+            record_of(model).bindings.attach(model)
+            seen.append(vars(llama_file())[NAME] is bindings.attention)
+            detach(model)
 
     workers = [threading.Thread(target=work, args=(model,)) for model in models]
     for worker in workers:
@@ -122,7 +123,7 @@ def test_a_function_replaced_by_another_library_is_left_alone_and_told(monkeypat
         return base.scaled_dot_product_attention(*args, **keywords)
 
     monkeypatch.setattr(llama_file(), NAME, theirs)
-    bound = bindings.attach(MIXES["dense"].model())
+    bound = record_of(MIXES["dense"].model()).bindings.attach(MIXES["dense"].model())
     assert bound.names == ()
     assert bound.refused == (
         f"attention cannot go by position: another library has replaced {NAME} in mlx_lm.models.llama",
@@ -132,10 +133,10 @@ def test_a_function_replaced_by_another_library_is_left_alone_and_told(monkeypat
 
 def test_a_function_replaced_while_bound_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MIXES["dense"].model()
-    bindings.attach(model)
+    record_of(model).bindings.attach(model)
     monkeypatch.setattr(llama_file(), NAME, lambda *args, **keywords: None)
     theirs = vars(llama_file())[NAME]
-    bindings.detach(model)
+    detach(model)
     assert vars(llama_file())[NAME] is theirs
     monkeypatch.undo()
     # What was put back is ours; it computes what stock does.
@@ -146,21 +147,21 @@ def test_a_function_replaced_before_anything_was_imported_is_told(monkeypatch: p
     def theirs(*args: Any, **keywords: Any) -> Any:
         return None
 
-    monkeypatch.setattr(bindings, "_stock", theirs)
+    monkeypatch.setitem(bindings.NAMES, NAME, bindings.NAMES[NAME]._replace(stock=theirs))
     monkeypatch.setattr(llama_file(), NAME, theirs)
-    assert bindings.attach(MIXES["dense"].model()).refused
+    assert record_of(MIXES["dense"].model()).bindings.attach(MIXES["dense"].model()).refused
 
 
 def test_a_models_own_attention_is_not_reached() -> None:
-    assert bindings.attach(MIXES["mamba"].model()) == ((), (), ())
+    assert record_of(MIXES["mamba"].model()).bindings.attach(MIXES["mamba"].model()) == ((), (), ())
 
 
 def test_plain_tokens_and_probabilities_are_stocks_while_bound() -> None:
     mix = MIXES["dense"]
     model, run = mix.model(), mix.oracle(20)
-    bindings.attach(model)
+    record_of(model).bindings.attach(model)
     bound = run_stock(model, run.prompt, 20)
-    bindings.detach(model)
+    detach(model)
     unbound = run_stock(model, run.prompt, 20)
     for got in (bound, unbound):
         assert_same_output(list(zip(got.ids, got.logprobs, strict=True)), run)
@@ -192,7 +193,7 @@ class Text:
         queries, keys, values = (side[:, :, self.before + start : self.before + stop] for side in self._sides)
         mask = base.create_attention_mask(mx.zeros((1, stop - start, 1)), cache, **asked)
         keys, values = cache.update_and_fetch(keys, values)
-        out: mx.array = bindings._attention(
+        out: mx.array = bindings.attention(
             queries, keys, values, cache=cache, scale=SCALE, mask=mask, **({} if sinks is None else {"sinks": sinks})
         )
         return out
@@ -352,7 +353,7 @@ def alone_and_together(
     shapes = ((HEADS, width, SIZE), (KEY_HEADS, keys, SIZE), (KEY_HEADS, keys, VALUES))
     q, k, v = (mx.random.normal((2, *shape), key=mx.random.key(at)) for at, shape in enumerate(shapes))
     with verifying(plan or by_position(width)):
-        together: mx.array = bindings._attention(q, k, v, None, SCALE, mask)
+        together: mx.array = bindings.attention(q, k, v, None, SCALE, mask)
     parts = [
         base.scaled_dot_product_attention(
             q[:, :, at : at + 1], k[:, :, : before + at + 1], v[:, :, : before + at + 1], None, SCALE, masks[at]
@@ -400,7 +401,7 @@ def test_a_call_that_is_not_understood_is_stocks(shape: tuple[int, ...], monkeyp
 def test_fewer_keys_than_queries_are_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = mx.zeros((1, HEADS, 3, SIZE)), mx.zeros((1, KEY_HEADS, 2, SIZE))
     with calls_of_stock(monkeypatch) as calls, verifying(by_position(3)):
-        bindings._attention(q, k, k, None, SCALE, None)
+        bindings.attention(q, k, k, None, SCALE, None)
     assert [call[0].shape[2] for call in calls] == [3]
 
 
@@ -464,7 +465,7 @@ def test_a_text_with_quantized_keys_is_exact_with_attention_in_chunks(name: str)
 def test_attention_is_noted_as_the_model_calls_it_and_each_kind_once() -> None:
     model = subject_named("gpt_oss").model
     mixers.attach(model)
-    bindings.attach(model)
+    record_of(model).bindings.attach(model)
     likeness = Likeness(new_caches(model))
     calls = attention_calls(model, likeness, 4, BLOCK)
     # Its sliding layers go by position, so only those that see everything attend with a block.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlx_spec.model.anatomy import architecture
+from mlx_spec.model.swap import lock, swap_class
 from mlx_spec.ops.linear import HeldMatrix
-from mlx_spec.target.anatomy import architecture
 
 
 class Product(NamedTuple):
@@ -84,8 +86,8 @@ class _StandIn(mx.array):
         return _Transposed(self._multiply)
 
 
-def holding_class(base: type[Any], name: str, asked: Asked, **own: Any) -> type[Any]:
-    """A class of modules whose matrix of that name goes by what `asked` tells whenever it is read."""
+def holding_class(base: type[Any], kind: str, name: str, asked: Asked) -> type[Any]:
+    """A swap of some kind for modules whose matrix of that name goes by what `asked` tells whenever it is read."""
 
     def held(self: Any) -> mx.array:
         # Read anew each time: weights may be replaced.
@@ -93,25 +95,39 @@ def holding_class(base: type[Any], name: str, asked: Asked, **own: Any) -> type[
         multiply = asked(self, HeldMatrix(name, matrix))
         return matrix if multiply is None else _StandIn(matrix, multiply)
 
-    return type(base.__name__, (base,), {**own, name: property(held), "__module__": base.__module__})
+    return swap_class(base, kind, **{name: property(held)})
+
+
+_watch: ContextVar[object | None] = ContextVar("mlx_spec_watched_product", default=None)
+"""The watch of the forward that is being built in this context. Other contexts multiply unwatched."""
 
 
 @contextmanager
 def watched(model: Any, multiplied: Callable[[Any, HeldMatrix, mx.array], None]) -> Iterator[None]:
-    """Report (module, the matrix it holds, rows) of the product that a model makes, while the context lasts."""
+    """Report (module, the matrix it holds, rows) of the product that a model makes in this context.
+
+    Nothing can be attached to any model meanwhile.
+    """
     product = product_of(model)
     if product is None:
         yield
         return
-    holder = product.holder(model)
-    base = type(holder)
+    own_watch = object()
 
     def noting(module: Any, held: HeldMatrix, rows: mx.array) -> mx.array:
         multiplied(module, held, rows)
         return held.times(rows)
 
-    holder.__class__ = holding_class(base, product.matrix, lambda module, held: partial(noting, module, held))
-    try:
-        yield
-    finally:
-        holder.__class__ = base
+    def asked(module: Any, held: HeldMatrix) -> Multiply | None:
+        return partial(noting, module, held) if _watch.get() is own_watch else None
+
+    token = _watch.set(own_watch)
+    with lock:
+        holder = product.holder(model)
+        base = type(holder)
+        holder.__class__ = holding_class(base, "watch product", product.matrix, asked)
+        try:
+            yield
+        finally:
+            holder.__class__ = base
+            _watch.reset(token)

@@ -10,10 +10,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.errors import IncompatiblePair, UnknownAnatomy
-from mlx_spec.target.anatomy import ANATOMY_BY_MODULE, anatomy_of, architecture
-from mlx_spec.target.model import Target
+from mlx_spec.model.anatomy import ANATOMY_BY_MODULE, anatomy_of, architecture
+from mlx_spec.model.swap import swap_of
+from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits
-from tests.target.architectures import BUILDERS, HIDDEN, LAYERS, PARTS, VOCAB, model, shared_model, spying
+from tests.model.architectures import BUILDERS, HIDDEN, LAYERS, PARTS, VOCAB, model, shared_model, spying
 from tests.tiny import MIXES
 
 IDS = mx.array([[5, 17, 99, 42, 0, 100, 61, 3, 29, 77, 8, 64]])
@@ -140,4 +141,4 @@ def test_a_layer_that_does_not_exist_cannot_be_tapped(tap: int) -> None:
     target = Target(shared_model("llama_tied"))
     with pytest.raises(IncompatiblePair, match=rf"layer {tap}, but llama has layers 0\.\.{LAYERS - 1}"):
         target.attach_taps((0, tap))
-    assert not any("__tapped__" in vars(type(layer)) for layer in target.model.layers)
+    assert not any(swap_of(layer, "tap") is not None for layer in target.model.layers)

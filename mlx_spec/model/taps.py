@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,12 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.target.swap import put_back
+from mlx_spec.model.swap import lock, swap_class, swap_of
+
+_TAP = "tap"
+"""Kind of the swap."""
 
 _recorder: ContextVar[dict[int, mx.array] | None] = ContextVar("mlx_spec_recorder", default=None)
 """id(layer) -> output, for the forward that is being built in this context; None outside one."""
-
-_swap_lock = threading.Lock()
 
 
 @cache
@@ -28,7 +28,7 @@ def _recording_class(base: type[Any]) -> type[Any]:
             record[id(self)] = output[0] if isinstance(output, tuple) else output
         return output
 
-    return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__, "__tapped__": base})
+    return swap_class(base, _TAP, __call__=call)
 
 
 def attach(layers: Sequence[Any]) -> None:
@@ -37,16 +37,10 @@ def attach(layers: Sequence[Any]) -> None:
     Only the class of each instance changes: the parameter tree, the attributes and the quantization
     stay as they are, and a forward outside `recording` computes what it always did.
     """
-    with _swap_lock:
+    with lock:
         for layer in layers:
-            if "__tapped__" not in vars(type(layer)):
+            if swap_of(layer, _TAP) is None:
                 layer.__class__ = _recording_class(type(layer))  # type: ignore[arg-type]
-
-
-def detach(model: Any) -> None:
-    """Give every layer of a model its own class back."""
-    with _swap_lock:
-        put_back(model.layers, "__tapped__")
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.target import mixers
-from mlx_spec.target.routes import STEP_THROUGH
+from mlx_spec.model.swap import swap_of
+from mlx_spec.verify import mixers
+from mlx_spec.verify.record import detach
+from mlx_spec.verify.routes import STEP_THROUGH
 from tests.bits import assert_same_bits
 from tests.oracle import assert_same_output, independent_copy
 from tests.same_cache import assert_same_cache
@@ -39,17 +41,17 @@ BLOCK = (11, 2, 7, 30, 5)
 
 
 def attached(model: Any) -> set[str]:
-    return {name.split(".")[-1] for name, part in model.named_modules() if "__mixes__" in vars(type(part))}
+    return {name.split(".")[-1] for name, part in model.named_modules() if swap_of(part, "mix") is not None}
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_mixers_are_the_modules_of_a_layer_that_are_handed_its_cache(name: str) -> None:
     model = MIXES[name].model()
-    mixers.detach(model)
+    detach(model)
     found = mixers.attach(model)
     assert attached(model) == MIXERS[name]
     assert mixers.attach(model) == found
-    mixers.detach(model)
+    detach(model)
     assert attached(model) == set()
 
 
@@ -57,10 +59,10 @@ def test_the_mixers_are_the_modules_of_a_layer_that_are_handed_its_cache(name: s
 def test_attaching_changes_no_parameter_and_no_plain_token(name: str) -> None:
     mix = MIXES[name]
     model, run = mix.model(), mix.oracle(20)
-    mixers.detach(model)
+    detach(model)
     before = {path: id(value) for path, value in tree_flatten(model.parameters())}
     classes = [type(module) for module in model.modules()]
-    for prepare in (mixers.attach, mixers.detach):
+    for prepare in (mixers.attach, detach):
         prepare(model)
         plain = list(stock_generate_step(mx.array(PROMPT), model, max_tokens=20, **mix.kv))
         assert_same_output(plain, run, 20)
@@ -136,7 +138,7 @@ def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: p
 def test_an_interrupted_attach_leaves_no_mixer_that_would_pass_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MIXES["hybrid"].build()
     classes = [type(module) for module in model.modules()]
-    swapped, swap = itertools.count(), mixers._mixing_class
+    swapped, swap = itertools.count(), mixers.mixing_class
 
     def interrupted(base: type[Any], runs_again: bool) -> type[Any]:
         if next(swapped) == 2:
@@ -144,7 +146,7 @@ def test_an_interrupted_attach_leaves_no_mixer_that_would_pass_for_all(monkeypat
         return swap(base, runs_again)
 
     with monkeypatch.context() as patched:
-        patched.setattr(mixers, "_mixing_class", interrupted)
+        patched.setattr(mixers, "mixing_class", interrupted)
         with pytest.raises(KeyboardInterrupt):
             mixers.attach(model)
     assert [type(module) for module in model.modules()] == classes
@@ -204,7 +206,7 @@ ZOO = {specimen.name: specimen for specimen in whole_zoo()}
 def test_layers_that_read_the_keys_of_another_have_mixers_too(name: str) -> None:
     model = ZOO[name].build("float32")
     mixers.attach(model)
-    mixing = [any("__mixes__" in vars(type(part)) for part in layer.modules()) for layer in model.layers]
+    mixing = [any(swap_of(part, "mix") is not None for part in layer.modules()) for layer in model.layers]
     assert all(mixing)
     assert len(model.make_cache()) < len(mixing), "some layers have no cache of their own"
 

@@ -10,14 +10,14 @@ import pytest
 from mlx_lm.models import base
 
 from mlx_spec import Statistics, generate_step
-from mlx_spec.target import mixers
-from mlx_spec.target.bindings import NAME
-from mlx_spec.target.lengths import block_limit
+from mlx_spec.verify import mixers
+from mlx_spec.verify.bindings import NAME
+from mlx_spec.verify.lengths import block_limit
 from tests.double import PATTERNS, double
 from tests.oracle import assert_same_output, run_stock
 from tests.scripted import AlternatingDrafter
-from tests.target.test_bindings import BY_POSITION, llama_file, release_all
 from tests.tiny import VOCAB
+from tests.verify.test_bindings import BY_POSITION, llama_file, release_all
 from tests.zoo.menagerie import Specimen, whole_zoo
 
 

@@ -9,17 +9,14 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.cache.adopt import cache_arrays
-from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import IncompatiblePair
-from mlx_spec.target.anatomy import Anatomy, anatomy_of, architecture
-from mlx_spec.target.routes import BLOCK, Route, verifying
-from mlx_spec.target.taps import attach, recording
+from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture
+from mlx_spec.model.taps import attach, recording
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one verify call computed, lazily.
+    """What forwards over W tokens computed, lazily.
 
     Attributes:
         logits: [B, W, V] raw logits, in the model's dtype.
@@ -73,39 +70,6 @@ class Target:
         with recording(layers) as outputs:
             logits = self.model(tokens, cache=caches)
         return TargetOutput(logits, mx.concatenate(outputs, axis=-1))
-
-    def verify(
-        self, tokens: mx.array, tx: SpeculativeCacheTransaction, route: Route = BLOCK, taps: tuple[int, ...] = ()
-    ) -> TargetOutput:
-        """All W positions, by a route whose drive the transaction was opened with."""
-        if route.stepped:
-            return self.step_through(tokens, tx, taps)
-        with verifying(route.plan):
-            output = self.forward(tokens, tx.caches, taps)
-        tx.mark(tokens.shape[1])
-        return output
-
-    def step_through(
-        self, tokens: mx.array, tx: SpeculativeCacheTransaction, taps: tuple[int, ...] = ()
-    ) -> TargetOutput:
-        """W one-token forwards: every position gets the bits of plain decoding, whatever the model does.
-
-        Cost:
-            W decodes. The caches are evaluated after each step, since in one lazy graph every
-            in-place write would copy its buffer.
-        """
-        outputs = []
-        for position in range(tokens.shape[1]):
-            output = self.forward(tokens[:, position : position + 1], tx.caches, taps)
-            mx.eval(output.logits, cache_arrays(tx.caches))
-            tx.mark(1)
-            outputs.append(output)
-        if len(outputs) == 1:
-            return outputs[0]
-        hidden = None
-        if taps:
-            hidden = mx.concatenate([output.hidden for output in outputs if output.hidden is not None], axis=1)
-        return TargetOutput(mx.concatenate([output.logits for output in outputs], axis=1), hidden)
 
     def attach_taps(self, taps: tuple[int, ...]) -> None:
         """Make the outputs of these layers recordable.

@@ -8,7 +8,6 @@ tape for recurrent states. Outside a transaction it is stock.
 from __future__ import annotations
 
 import inspect
-import threading
 from functools import cache, partial
 from typing import Any
 
@@ -17,12 +16,13 @@ import mlx.core as mx
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.target.mix import Mix
-from mlx_spec.target.recall import RUNS_AGAIN
-from mlx_spec.target.swap import put_back
-from mlx_spec.target.trace import watched
+from mlx_spec.model.swap import lock, swap_class, swap_of
+from mlx_spec.verify.mix import Mix
+from mlx_spec.verify.recall import RUNS_AGAIN
+from mlx_spec.verify.trace import watched
 
-_swap_lock = threading.Lock()
+_MIX = "mix"
+"""Kind of the swap."""
 
 
 def attach(model: Any) -> int:
@@ -31,37 +31,33 @@ def attach(model: Any) -> int:
     Returns:
         Mixers attached now or before.
     """
-    with _swap_lock:
-        mixers = [module for module in model.modules() if "__mixes__" in vars(type(module))]
+    with lock:
+        mixers = [module for module in model.modules() if swap_of(module, _MIX) is not None]
         if mixers:
             return len(mixers)
         mixers, run_again = _trace(model)
+        found = [type(mixer) for mixer in mixers]
         try:
             for mixer in mixers:
-                mixer.__class__ = _mixing_class(type(mixer), id(mixer) in run_again)  # type: ignore[arg-type]
+                mixer.__class__ = mixing_class(type(mixer), id(mixer) in run_again)  # type: ignore[arg-type]
         except BaseException:
             # Some would pass for all.
-            put_back(mixers, "__mixes__")
+            for mixer, base in zip(mixers, found, strict=True):
+                mixer.__class__ = base
             raise
         return len(mixers)
 
 
-def detach(model: Any) -> None:
-    """Give every mixer of a model its own class back."""
-    with _swap_lock:
-        put_back(model.modules(), "__mixes__")
-
-
 @cache
-def _mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
+def mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
+    """The swap for a mixer: calls go through `Mix`, by the names of the stock call's arguments."""
     names = tuple(inspect.signature(base.__call__).parameters)[1:]
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         positional = {names[place] if place < len(names) else str(place): arg for place, arg in enumerate(args)}
         return Mix(partial(base.__call__, self), positional, keywords).run()
 
-    own = {"__call__": call, "__module__": base.__module__, "__mixes__": base, RUNS_AGAIN: runs_again}
-    return type(base.__name__, (base,), own)
+    return swap_class(base, _MIX, __call__=call, **{RUNS_AGAIN: runs_again})
 
 
 def _trace(model: Any) -> tuple[list[Any], set[int]]:

@@ -5,7 +5,6 @@ Where an op does not take the stock route its module's class is swapped; outside
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,19 +15,20 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_spec.cache.base import Drive
+from mlx_spec.model.swap import lock, own_class, swap_class, swap_of
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK, Op, Rows
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS, LINEARS
-from mlx_spec.target.products import Multiply, holding_class
-from mlx_spec.target.recall import RUNS_AGAIN, recalled
-from mlx_spec.target.swap import put_back
+from mlx_spec.verify.products import Multiply, holding_class
+from mlx_spec.verify.recall import RUNS_AGAIN, recalled
 
 ATTENTION = "attention"
 """What attention is called among the things that go by position."""
 
-_swap_lock = threading.Lock()
+_ROUTE = "route"
+"""Kind of the swap."""
 
 
 class Routed(NamedTuple):
@@ -135,9 +135,9 @@ def verifying(plan: Plan | None) -> Iterator[None]:
 def attach(model: Any, plan: Plan) -> None:
     """Let the modules of a plan be routed. Outside `verifying` they compute what they always did."""
     remember(model)
-    with _swap_lock:
+    with lock:
         for module in model.modules():
-            if id(module) in plan.routed and "__routed__" not in vars(type(module)):
+            if id(module) in plan.routed and swap_of(module, _ROUTE) is None:
                 op, base = plan.routed[id(module)].op, type(module)
                 made = _holding_class(base, op.name) if isinstance(op, HeldMatrix) else _routed_class(base)  # type: ignore[arg-type]
                 module.__class__ = made
@@ -145,24 +145,19 @@ def attach(model: Any, plan: Plan) -> None:
 
 def remember(model: Any) -> None:
     """Let the linear maps in mixers that run again, where these are attached, answer from the first run."""
-    with _swap_lock:
-        mixers = [module for module in model.modules() if vars(type(module)).get(RUNS_AGAIN)]
+    with lock:
+        mixers = [module for module in model.modules() if getattr(type(module), RUNS_AGAIN, False)]
         for module in (each for mixer in mixers for each in mixer.modules()):
-            if type(module) in LINEARS:
+            if own_class(type(module)) in LINEARS and swap_of(module, _ROUTE) is None:
                 module.__class__ = _routed_class(type(module))  # type: ignore[arg-type]
-
-
-def detach(model: Any) -> None:
-    """Give every routed module of a model its own class back."""
-    with _swap_lock:
-        put_back(model.modules(), "__routed__")
 
 
 @cache
 def _routed_class(base: Any) -> type[Any]:
-    own: dict[str, Any] = {"__module__": base.__module__, "__routed__": base}
     name = "as_linear" if own_class(base) in HEADS else "__call__"
-    stock = getattr(base, name)
+
+    def stock(self: Any, *args: Any, **keywords: Any) -> Any:
+        return getattr(base, name)(self, *args, **keywords)
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         return recalled(self, lambda: compute(self, *args, **keywords))
@@ -175,8 +170,7 @@ def _routed_class(base: Any) -> type[Any]:
         rows = Rows(partial(stock, self, **keywords), args, routed.axis, plan.width)
         return routed.op.run(routed.route, rows)
 
-    own[name] = call
-    return type(base.__name__, (base,), own)
+    return swap_class(base, _ROUTE, **{name: call})
 
 
 @cache
@@ -186,7 +180,7 @@ def _holding_class(base: Any, name: str) -> type[Any]:
         routed = None if plan is None else plan.routed.get(id(module))
         return None if plan is None or routed is None else partial(_multiplied, held, routed, plan.width)
 
-    return holding_class(base, name, asked, __routed__=base)
+    return holding_class(base, _ROUTE, name, asked)
 
 
 def _multiplied(held: HeldMatrix, routed: Routed, width: int, rows: mx.array) -> mx.array:
@@ -194,12 +188,6 @@ def _multiplied(held: HeldMatrix, routed: Routed, width: int, rows: mx.array) ->
         return held.times(rows)
     out: mx.array = held.run(routed.route, Rows(held.times, (rows,), routed.axis, width))
     return out
-
-
-def own_class(swapped: type[Any]) -> type[Any]:
-    """The class a module had before anything of ours was attached to it."""
-    own: type[Any] = vars(swapped).get("__routed__", swapped)
-    return own
 
 
 def _holds(args: tuple[Any, ...], axis: int, width: int) -> bool:

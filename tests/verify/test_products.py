@@ -14,13 +14,15 @@ import mlx_lm.models
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_spec.model.swap import swap_of
 from mlx_spec.ops.base import ROWS, STOCK, Rows
 from mlx_spec.ops.choose import choose
 from mlx_spec.ops.linear import BATCH_AXIS, HeldMatrix
-from mlx_spec.target import routes
-from mlx_spec.target.products import PRODUCTS, Product
-from mlx_spec.target.routes import Plan, plan_of, verifying
-from mlx_spec.target.subjects import find_subjects
+from mlx_spec.verify import routes
+from mlx_spec.verify.products import PRODUCTS, Product
+from mlx_spec.verify.record import detach
+from mlx_spec.verify.routes import Plan, plan_of, verifying
+from mlx_spec.verify.subjects import find_subjects
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
 from tests.zoo.menagerie import Specimen, whole_zoo
@@ -107,8 +109,8 @@ def test_the_product_is_routed_inside_and_the_models_own_outside(name: str, rout
         assert taken == []
         assert_same_bits(forward(model), want)
     assert taken == [route]
-    routes.detach(model)
-    assert "__routed__" not in vars(type(product.holder(model)))
+    detach(model)
+    assert swap_of(product.holder(model), "route") is None
     assert_same_bits(forward(model), want)
 
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlx_spec.cache.base import AskedMask, is_leaf, journals_of
 from mlx_spec.errors import CannotMix
-from mlx_spec.target.recall import Recall
-from mlx_spec.target.routes import plan_in_force
+from mlx_spec.verify.recall import Recall
+from mlx_spec.verify.routes import plan_in_force
 
 _FIRST_POSITION = ("offset", "start_pos")
 """Names of arguments by which models tell a mixer where its first token stands."""

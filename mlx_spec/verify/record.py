@@ -1,0 +1,112 @@
+"""All that is attached to one model object and known of it, with one owner."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from mlx_spec.environment import certificate_folder
+from mlx_spec.model.swap import unswap
+from mlx_spec.verify.bindings import Bindings
+from mlx_spec.verify.certificate import Certificate
+from mlx_spec.verify.op_table import OpTable
+from mlx_spec.verify.trial import Situation
+from mlx_spec.verify.verdicts import Verdicts, facts_of
+
+
+class ModelRecord:
+    """What this process keeps about one model, for as long as the model lives. Safe to share between threads.
+
+    What is attached to the model lies on its modules as swapped classes (`mlx_spec.model.swap`) and in the files of
+    mlx-lm as bound names; both are put there when a route first needs them, and taken off by `detach`.
+
+    Args:
+        model: an mlx-lm model.
+        folder: where findings are read from and kept; None for memory alone.
+
+    Attributes:
+        bindings: the names of mlx-lm that are bound for this model.
+        tokenizer: what `mlx_spec.load` gave with the model; None where the model came another way.
+    """
+
+    def __init__(self, model: Any, folder: Path | None = None) -> None:
+        self.bindings = Bindings()
+        self.tokenizer: Any = None
+        self._model = weakref.ref(model)
+        self._folder = folder
+        self._ops: OpTable | None = None
+        self._certificates: dict[Situation, Certificate] = {}
+        self._lock = threading.RLock()
+        weakref.finalize(model, self.bindings.release)
+
+    def is_of(self, model: Any) -> bool:
+        """Whether this is the record of that very object."""
+        return self._model() is model
+
+    @property
+    def ops(self) -> OpTable:
+        """The routes found for the model's ops."""
+        with self._lock:
+            if self._ops is None:
+                self._ops = OpTable(Verdicts(facts_of(self._alive()), self._folder))
+            return self._ops
+
+    def certificate(self, situation: Situation) -> Certificate:
+        """What the model was found to do with blocks in a situation; nothing is tried before it is asked."""
+        with self._lock:
+            if situation not in self._certificates:
+                self._certificates[situation] = Certificate(self._alive(), situation, self.ops, self.bindings)
+            return self._certificates[situation]
+
+    def detach(self) -> None:
+        """Give the model back as it was: every module its own class, every name of mlx-lm its own function.
+
+        What was found out about the model stays known. The next request attaches what it needs. Not while a request
+        runs: its blocks would no longer take the routes they were opened with.
+        """
+        unswap(self._alive().modules())
+        self.bindings.release()
+
+    def _alive(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise AssertionError("the model of this record is gone")
+        return model
+
+
+_records: dict[int, ModelRecord] = {}
+"""id of a model -> its record. An id may be in use again: the record knows its model."""
+
+_records_lock = threading.RLock()
+"""Reentrant: a model may be collected, and its record go, while the record of another is looked up."""
+
+
+def record_of(model: Any) -> ModelRecord:
+    """The record of a model in this process, made when it is first asked for; it goes with the model."""
+    with _records_lock:
+        record = _records.get(id(model))
+        if record is None or not record.is_of(model):
+            record = _records[id(model)] = ModelRecord(model, certificate_folder())
+            weakref.finalize(model, _let_go, id(model), record)
+        return record
+
+
+def detach(model: Any) -> None:
+    """Give a model back as it was; see `ModelRecord.detach`."""
+    record_of(model).detach()
+
+
+def forget(model: Any) -> None:
+    """Detach a model and drop what is known of it; what is on disk stays there."""
+    with _records_lock:
+        record = _records.pop(id(model), None)
+    if record is not None and record.is_of(model):
+        record.detach()
+
+
+def _let_go(model: int, record: ModelRecord) -> None:
+    with _records_lock:
+        if _records.get(model) is record:
+            del _records[model]
