@@ -23,7 +23,8 @@ from rich.progress import Progress
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
 from mlx_spec.drafters.quantization import DEFAULTS, parse_short
-from mlx_spec.errors import InvalidRequest, MlxSpecError, UnknownDrafter, UnsupportedOption
+from mlx_spec.drafters.registry import check_kind
+from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.pairing import load, load_drafter
 from mlx_spec.sampling import random_key, rewind_random_state
@@ -232,8 +233,7 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
 def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:
     """What to load the drafter from, or None for plain decoding."""
     kind = args.draft_kind
-    if kind is not None and kind not in KNOWN_DRAFTER_KINDS:
-        raise UnknownDrafter(f"unknown --draft-kind {kind!r}. Known kinds: {', '.join(KNOWN_DRAFTER_KINDS)}.")
+    check_kind(kind)
     if args.draft_model is not None:
         return str(args.draft_model)
     if kind == "ngram":

@@ -25,6 +25,10 @@ class UnknownDrafter(MlxSpecError, ValueError):
     """No registered family or kind matches. The message lists what is known."""
 
 
+class FamilyClash(MlxSpecError, RuntimeError):
+    """An installed package brings a family of drafters that cannot be read, or whose names are taken. Says which."""
+
+
 class IncompatiblePair(MlxSpecError, ValueError):
     """Drafter and target do not fit. The message names both values."""
 

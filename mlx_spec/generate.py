@@ -27,8 +27,8 @@ from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
 from mlx_spec.request import Request
+from mlx_spec.rounds.drafted import open_loop
 from mlx_spec.rounds.engine import Emission, Engine
-from mlx_spec.rounds.registry import open_loop
 from mlx_spec.sampling import LogitsProcessor, Sampler, Sampling
 from mlx_spec.schedule import MAX_WIDTH, FixedWidth
 from mlx_spec.stats import Statistics
@@ -217,7 +217,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
         drafter = None
     start = tokens_held(caches)
     loop = open_loop(drafter, target, start, statistics)
-    if start and (loop.taps or loop.remembers):
+    if start and drafter is not None and (drafter.taps or drafter.remembers):
         statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
     statistics.drafter = "none" if drafter is None else drafter.name
     statistics.loop = loop.name

@@ -12,7 +12,7 @@ import pytest
 
 import mlx_spec.drafters
 from mlx_spec.drafters import __main__ as command
-from mlx_spec.drafters import families, registry
+from mlx_spec.drafters import registry, table
 from mlx_spec.drafters.families import FAMILIES, Family
 from mlx_spec.errors import UnknownDrafter
 from tests.test_house_rules import EVERYWHERE_RULES, PACKAGE_RULES
@@ -46,16 +46,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def row(package: str, monkeypatch: pytest.MonkeyPatch) -> Family:
+def row(package: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     """The family's row, in the table."""
     made: Family = eval(blocks()[TABLE], {"Family": Family})
     assert made.module == package
-    for module in (families, registry, command):
-        monkeypatch.setattr(module, "FAMILIES", (*FAMILIES, made))
-    monkeypatch.setitem(families.FAMILY_BY_NAME, made.name, made)
-    for architecture in made.architectures:
-        monkeypatch.setitem(families.FAMILY_BY_ARCHITECTURE, architecture, made)
-    return made
+    monkeypatch.setattr(table, "FAMILIES", (*FAMILIES, made))
+    table.known_families.cache_clear()
+    yield made
+    monkeypatch.undo()
+    table.known_families.cache_clear()
 
 
 def test_the_page_has_six_steps_and_a_file_for_each() -> None:

@@ -13,19 +13,17 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_spec import SpeculativeConfig, Statistics, VerifyWidthRange, generate_step, stream_generate
 from mlx_spec.config import SpeculativeMethod
-from mlx_spec.drafters import NgramDrafter
+from mlx_spec.drafters import KNOWN_DRAFTER_KINDS, NgramDrafter
 from mlx_spec.errors import (
     IncompatiblePair,
     InvalidRequest,
     MlxSpecError,
     ModelNotFound,
     UnknownAnatomy,
-    UnknownDrafter,
     UnsupportedOption,
 )
 from mlx_spec.generate import _KIND_OF_METHOD
 from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
-from mlx_spec.rounds.registry import ROUND_LOOPS
 from tests.checkpoints import ascii_tokenizer, tiny_model
 from tests.drafters import eagle3_files
 from tests.oracle import rng_key
@@ -155,12 +153,6 @@ def test_a_kind_that_contradicts_the_drafter_is_refused() -> None:
     refuse(InvalidRequest, "'eagle3' contradicts", "'ngram'", draft_model=NgramDrafter(), draft_kind="eagle3")
 
 
-def test_a_drafter_of_a_kind_without_a_loop_is_refused_with_the_kinds_there_are() -> None:
-    drafter = TappingDrafter([1], VOCAB, (0,))
-    drafter.kind = "medusa"
-    refuse(UnknownDrafter, "'medusa'", "callable", "eagle3", "ngram", draft_model=drafter)
-
-
 @pytest.mark.parametrize("width", [{}, {"draft_block_size": 3}], ids=["left_open", "named"])
 def test_a_drafter_that_reads_states_needs_a_target_that_is_known(
     width: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -240,9 +232,9 @@ def test_every_field_is_either_built_or_refused() -> None:
     assert set(SpeculativeConfig.model_fields) == built | set(UNBUILT)
 
 
-def test_every_method_has_a_loop() -> None:
+def test_every_method_is_a_kind_of_drafter() -> None:
     assert set(_KIND_OF_METHOD) == set(get_args(SpeculativeMethod))
-    assert set(_KIND_OF_METHOD.values()) <= set(ROUND_LOOPS)
+    assert set(_KIND_OF_METHOD.values()) <= set(KNOWN_DRAFTER_KINDS)
 
 
 CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -2,7 +2,7 @@
 
 from mlx_spec.drafters.base import Drafter, DrafterState
 from mlx_spec.drafters.callable import CallableDrafter
-from mlx_spec.drafters.families import KNOWN_DRAFTER_KINDS
+from mlx_spec.drafters.families import KNOWN_DRAFTER_KINDS, Family
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import (
     DRAFTER_KIND_BY_MODEL_TYPE,
@@ -16,6 +16,7 @@ __all__ = [
     "CallableDrafter",
     "Drafter",
     "DrafterState",
+    "Family",
     "NgramDrafter",
     "resolve_drafter_kind",
     "validate_drafter_compatibility",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from mlx_spec.drafters.families import FAMILIES
+from mlx_spec.drafters.table import known_families
 
 HEADINGS = ("family", "kind", "targets", "layouts", "loads")
 
 
 def table() -> str:
     """All families as text, one line each under a line of headings, columns aligned."""
+    families = known_families().rows
     rows = [HEADINGS] + [
-        (row.name, row.kind, ", ".join(row.targets), ", ".join(row.layouts), row.standing) for row in FAMILIES
+        (row.name, row.kind, ", ".join(row.targets), ", ".join(row.layouts), row.standing) for row in families
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

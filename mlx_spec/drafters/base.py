@@ -76,10 +76,12 @@ class Drafter(abc.ABC):
     """Proposes tokens. Holds weights and settings only; two requests may share one drafter.
 
     Attributes:
-        kind: round loop, one of `KNOWN_DRAFTER_KINDS`.
+        kind: what it is reported as; its family's word. A label: nothing is dispatched on it.
         name: what the statistics call it.
         default_width: verify width W (proposals + 1) used when the user names none.
         taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
+        remembers: it works from a memory of the text, so what it was not shown makes it worse. What taps hidden
+            states does so anyway.
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
         trained_width: verify width its checkpoint was trained for, which is also the widest; None where none is.
         architecture: what its checkpoint is; None without a checkpoint of its own.
@@ -89,6 +91,7 @@ class Drafter(abc.ABC):
     name: str
     default_width: int
     taps: tuple[int, ...] = ()
+    remembers: bool = False
     may_propose_fewer: bool = False
     trained_width: int | None = None
     architecture: str | None = None

@@ -1,11 +1,11 @@
-"""Every family of drafters that is known by name, one row each, declared by hand."""
+"""Every family of drafters that this package knows by name, one row each, declared by hand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KNOWN_DRAFTER_KINDS = ("dflash", "mtp", "eagle3", "ngram", "standalone")
-"""Round loops a drafter may be of. "standalone" is an ordinary language model that drafts for a larger one."""
+"""What drafters are asked for and reported as. "standalone" is an ordinary language model that drafts for another."""
 
 ANY_TARGET = ("any",)
 
@@ -16,7 +16,7 @@ class Family:
 
     Attributes:
         name: what errors and the printed table call it; each once.
-        kind: one of KNOWN_DRAFTER_KINDS.
+        kind: one of KNOWN_DRAFTER_KINDS, or a word of its own. A label: nothing is dispatched on it.
         module: package with `load(folder, target, taps) -> Drafter`, imported when first asked for; None while the
             family is known but not built.
         architectures: what config.json's `architectures[0]` says. The first is the usual one.
@@ -315,8 +315,3 @@ FAMILIES: tuple[Family, ...] = (
     *_WITHOUT_LAYERS_OF_THE_TARGET,
 )
 """In the order they are printed."""
-
-FAMILY_BY_NAME = {family.name: family for family in FAMILIES}
-FAMILY_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
-FAMILY_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
-FAMILY_BY_NATIVE = {name: family for family in FAMILIES for name in family.natives}

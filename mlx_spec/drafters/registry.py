@@ -13,22 +13,14 @@ from typing import Any, NamedTuple, Protocol, cast
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_spec.drafters.base import Drafter
-from mlx_spec.drafters.families import (
-    ANY_TARGET,
-    FAMILIES,
-    FAMILY_BY_ARCHITECTURE,
-    FAMILY_BY_MODEL_TYPE,
-    FAMILY_BY_NAME,
-    FAMILY_BY_NATIVE,
-    KNOWN_DRAFTER_KINDS,
-    Family,
-)
+from mlx_spec.drafters.families import ANY_TARGET, FAMILIES, Family
 from mlx_spec.drafters.speculators import meant_architecture
+from mlx_spec.drafters.table import known_families
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
 from mlx_spec.model.target import Target
 
-DRAFTER_KIND_BY_MODEL_TYPE = {name: family.kind for name, family in FAMILY_BY_MODEL_TYPE.items()}
-"""`model_type` or `speculators_model_type` -> kind. Only types that no ordinary language model has."""
+DRAFTER_KIND_BY_MODEL_TYPE = {name: family.kind for family in FAMILIES for name in family.model_types}
+"""`model_type` or `speculators_model_type` -> kind, of our own families. No ordinary language model has such a type."""
 
 _FAMILY_BY_KEY = {"eagle_config": "eagle3", "draft_vocab_size": "eagle3"}
 """Keys that only such drafters have -> family."""
@@ -64,7 +56,7 @@ class _Said(NamedTuple):
     """What a checkpoint says of itself.
 
     Attributes:
-        kind: the round loop.
+        kind: what it is reported as.
         family: its row; None when the kind is known and no row is.
         also: a second kind it can serve as.
     """
@@ -109,7 +101,7 @@ def resolve_drafter_kind(config: Mapping[str, Any], wanted: str | None = None, t
     """Say which kind of drafter a checkpoint is; see `resolve_family`.
 
     Returns:
-        One of KNOWN_DRAFTER_KINDS; not every family of it can be loaded yet.
+        One of `known_families().kinds`; not every family of it can be loaded yet.
 
     Example:
         >>> resolve_drafter_kind({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"})
@@ -118,13 +110,24 @@ def resolve_drafter_kind(config: Mapping[str, Any], wanted: str | None = None, t
     return _resolve(config, wanted, tensors).kind
 
 
+def check_kind(wanted: str | None) -> None:
+    """Refuse a kind that no family is of.
+
+    Raises:
+        UnknownDrafter: lists those that are known.
+    """
+    kinds = known_families().kinds
+    if wanted is not None and wanted not in kinds:
+        raise UnknownDrafter(f"unknown drafter kind {wanted!r}. Known kinds: {', '.join(kinds)}.")
+
+
 def open_family(family: Family) -> FamilyModule:
     """Import the package that reads checkpoints of a family.
 
     Raises:
         UnsupportedOption: it is not built yet, or mlx-lm lacks its target. Lists what works.
     """
-    works = f"What works now: {', '.join(row.name for row in FAMILIES if row.loadable)}."
+    works = f"What works now: {', '.join(row.name for row in known_families().rows if row.loadable)}."
     if family.absent_target is not None:
         raise UnsupportedOption(
             f"drafters of family {family.name!r} need a target of type {family.absent_target!r}, "
@@ -167,8 +170,7 @@ def check_target(family: Family, target: Target) -> None:
 
 
 def _resolve(config: Mapping[str, Any], wanted: str | None, tensors: Collection[str]) -> _Said:
-    if wanted is not None and wanted not in KNOWN_DRAFTER_KINDS:
-        raise UnknownDrafter(f"unknown drafter kind {wanted!r}. Known kinds: {', '.join(KNOWN_DRAFTER_KINDS)}.")
+    check_kind(wanted)
     architecture = _architecture(config)
     said = _stated(config, architecture) or _by_layers(config, architecture, wanted, tensors)
     if said is None and architecture is not None and architecture.endswith(_LANGUAGE_MODEL_SUFFIXES):
@@ -188,8 +190,8 @@ def _resolve(config: Mapping[str, Any], wanted: str | None, tensors: Collection[
         return _row("standalone")
     raise UnknownDrafter(
         f"nothing says which kind of drafter this is: architecture {architecture!r}, model_type "
-        f"{config.get('model_type')!r}. Known architectures: {', '.join(FAMILY_BY_ARCHITECTURE)}. "
-        f"Known kinds, which you may name yourself: {', '.join(KNOWN_DRAFTER_KINDS)}."
+        f"{config.get('model_type')!r}. Known architectures: {', '.join(known_families().by_architecture)}. "
+        f"Known kinds, which you may name yourself: {', '.join(known_families().kinds)}."
     )
 
 
@@ -206,20 +208,20 @@ def _stated(config: Mapping[str, Any], architecture: str | None) -> _Said | None
     """By what only drafters say of themselves."""
     speculator = config.get("speculators_model_type")
     if speculator is not None:
-        if not isinstance(speculator, str) or speculator not in FAMILY_BY_MODEL_TYPE:
+        if not isinstance(speculator, str) or speculator not in known_families().by_model_type:
             raise UnknownDrafter(
-                f"unknown speculators_model_type {speculator!r}. Known: {', '.join(FAMILY_BY_MODEL_TYPE)}."
+                f"unknown speculators_model_type {speculator!r}. Known: {', '.join(known_families().by_model_type)}."
             )
-        family = FAMILY_BY_ARCHITECTURE.get(architecture or "")
-        named = FAMILY_BY_MODEL_TYPE[speculator]
+        family = known_families().by_architecture.get(architecture or "")
+        named = known_families().by_model_type[speculator]
         # The type names the method; the architecture may name a variant of it.
         return _of(family if family is not None and family.kind == named.kind else named)
     model_type = config.get("model_type")
-    family = FAMILY_BY_ARCHITECTURE.get(architecture or "")
+    family = known_families().by_architecture.get(architecture or "")
     if family is None and isinstance(model_type, str):
-        family = FAMILY_BY_MODEL_TYPE.get(model_type)
+        family = known_families().by_model_type.get(model_type)
     if family is None and config.get("dflash_config"):
-        family = FAMILY_BY_NAME["dflash"]
+        family = known_families().by_name["dflash"]
     if family is not None:
         return _of(_dflash_variant(config) if family.name == "dflash" else family)
     # A count of 0 says that there is nothing.
@@ -232,8 +234,8 @@ def _dflash_variant(config: Mapping[str, Any]) -> Family:
     own = config.get("dflash_config")
     own = own if isinstance(own, dict) else {}
     if own.get("projector_type") == "dspark" or own.get("markov_rank"):
-        return FAMILY_BY_NAME["dspark"]
-    return FAMILY_BY_NAME["laguna_dflash" if config.get("model_type") == "laguna" else "dflash"]
+        return known_families().by_name["dspark"]
+    return known_families().by_name["laguna_dflash" if config.get("model_type") == "laguna" else "dflash"]
 
 
 def _by_layers(
@@ -247,8 +249,9 @@ def _by_layers(
     # Conversions drop the layers and keep the promise; who asks for them is told so by the family.
     if not carried and not (promised and (not tensors or wanted == "mtp")):
         return None
-    types = (place.get("model_type") for place in _places(config))
-    family = next((FAMILY_BY_NATIVE[name] for name in types if name in FAMILY_BY_NATIVE), None)
+    natives = known_families().by_native
+    types = (str(place.get("model_type")) for place in _places(config))
+    family = next((natives[name] for name in types if name in natives), None)
     whole = architecture is None or architecture.endswith(_LANGUAGE_MODEL_SUFFIXES)
     return _Said("mtp", family, "standalone" if whole else None)
 
@@ -261,7 +264,7 @@ def _places(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _unsaid(kind: str) -> _Said:
     """The kind a caller named where the checkpoint says nothing; the family follows where the kind has one."""
-    families = [family for family in FAMILIES if family.kind == kind]
+    families = [family for family in known_families().rows if family.kind == kind]
     return _Said(kind, families[0] if kind != "mtp" else None)
 
 
@@ -269,7 +272,7 @@ def _as_asked(architectures: Sequence[str], wanted: str | None) -> _Said:
     """What a language model's architecture means where a kind of drafter was asked for."""
     method = _METHOD_BY_KIND.get(wanted or "")
     meant = architectures[0] if method is None else meant_architecture(method, architectures)
-    family = FAMILY_BY_ARCHITECTURE.get(meant)
+    family = known_families().by_architecture.get(meant)
     return _row("standalone") if family is None else _of(family)
 
 
@@ -281,11 +284,12 @@ def _mlx_lm_has(model_type: object) -> bool:
 
 
 def _types_of(kind: str) -> list[str]:
-    return [name for family in FAMILIES if family.kind == kind for name in (*family.model_types, *family.natives)]
+    families = [family for family in known_families().rows if family.kind == kind]
+    return [name for family in families for name in (*family.model_types, *family.natives)]
 
 
 def _row(name: str) -> _Said:
-    return _of(FAMILY_BY_NAME[name])
+    return _of(known_families().by_name[name])
 
 
 def _of(family: Family) -> _Said:

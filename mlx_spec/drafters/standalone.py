@@ -73,6 +73,7 @@ class StandaloneDrafter(Drafter):
     """
 
     kind = "standalone"
+    remembers = True
     default_width = DEFAULT_WIDTH
 
     def __init__(self, model: nn.Module, *, name: str | None = None, vocabulary: Mapping[str, int] | None = None):

@@ -1,15 +1,14 @@
-"""What differs between the kinds of round loops: who proposes, and what it is shown."""
+"""The drafter's side of a round: who proposes, and what it is shown."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.drafters.base import Drafter, DrafterState, Rows
-from mlx_spec.stats import Statistics
+from mlx_spec.drafters.base import Rows
 
 
 class RoundLoop(abc.ABC):
@@ -19,13 +18,11 @@ class RoundLoop(abc.ABC):
         name: what the statistics call it.
         taps: 0-based target layers whose outputs it wants, ascending.
         pipelined: the next round needs no host knowledge of this one, so it is dispatched before this one is read.
-        remembers: the drafter works from a memory of the text, so what it was not shown makes it worse.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     pipelined: bool = False
-    remembers: bool = False
 
     def look_at(self, caches: Sequence[Any]) -> None:
         """See `DrafterState.look_at`."""
@@ -46,81 +43,3 @@ class RoundLoop(abc.ABC):
     @abc.abstractmethod
     def arrays(self) -> list[mx.array]:
         """The drafter's arrays, for evaluation."""
-
-
-class DraftedLoop(RoundLoop):
-    """A loop with a drafter. Whatever the drafter does wrong costs proposals and is told; it never costs a token."""
-
-    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics) -> None:
-        self.taps = drafter.taps
-        self._drafter = drafter
-        self._state = state
-        self._statistics = statistics
-        self._able = True
-
-    def look_at(self, caches: Sequence[Any]) -> None:
-        try:
-            self._state.look_at(caches)
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
-
-    def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
-        self._follow(self._state.read_prompt, ids, hidden)
-
-    def catch_up(self, ids: Rows, hidden: mx.array | None) -> bool:
-        self._follow(self._state.catch_up, ids, hidden)
-        return self._able
-
-    def propose(self, bonus: int, count: int) -> mx.array | None:
-        if not self._able:
-            return None
-        try:
-            proposals = self._state.propose([bonus], count)
-            self._check(proposals, count)
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._statistics.drafter_failed(error, "its round went on without proposals")
-            self._abort()
-            return None
-        return proposals.astype(mx.int32) if proposals.shape[1] else None
-
-    def arrays(self) -> list[mx.array]:
-        try:
-            return self._state.arrays() if self._able else []
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
-            return []
-
-    def _follow(self, read: Callable[[Rows, Any], None], ids: Rows, hidden: mx.array | None) -> None:
-        """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
-        if not self._able:
-            return
-        try:
-            read(ids, self.shown(hidden))
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
-            self._abort()
-
-    def _give_up(self, error: Exception) -> None:
-        self._able = False
-        self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
-
-    def _abort(self) -> None:
-        try:
-            self._state.abort()
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
-
-    @abc.abstractmethod
-    def shown(self, hidden: mx.array | None) -> mx.array | None:
-        """What the drafter is shown of the target's hidden states."""
-
-    def _check(self, proposals: mx.array, count: int) -> None:
-        fewer = self._drafter.may_propose_fewer
-        wanted = f"[1, 0..{count}]" if fewer else f"[1, {count}]"
-        if not isinstance(proposals, mx.array) or proposals.ndim != 2 or proposals.shape[0] != 1:
-            got = getattr(proposals, "shape", type(proposals).__name__)
-            raise ValueError(f"proposals must be an integer array of shape {wanted}, got {got}")
-        if not (proposals.shape[1] == count or (fewer and proposals.shape[1] < count)):
-            raise ValueError(f"proposals must have shape {wanted}, got {proposals.shape}")
-        if not mx.issubdtype(proposals.dtype, mx.integer):
-            raise ValueError(f"proposals must be integers, got {proposals.dtype}")

@@ -14,12 +14,12 @@ import pytest
 
 from mlx_spec.drafters import KNOWN_DRAFTER_KINDS, resolve_drafter_kind
 from mlx_spec.drafters.__main__ import table
-from mlx_spec.drafters.families import ANY_TARGET, FAMILIES, FAMILY_BY_NAME, Family
+from mlx_spec.drafters.families import ANY_TARGET, FAMILIES, Family
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family
 from mlx_spec.drafters.speculators import SPECULATORS, meant_architecture, select_speculator
+from mlx_spec.drafters.table import known_families
 from mlx_spec.errors import CheckpointError, IncompatiblePair, MlxSpecError, UnknownDrafter, UnsupportedOption
 from mlx_spec.model.target import Target
-from mlx_spec.rounds.registry import ROUND_LOOPS
 from tests.tiny import MIXES
 
 BUILT = tuple(row for row in FAMILIES if row.loadable)
@@ -86,7 +86,7 @@ WITHOUT_TARGET = {
 @pytest.mark.parametrize(("model_type", "name"), BY_MODEL_TYPE.items())
 def test_every_model_type_of_a_drafter_leads_to_its_family(model_type: str, name: str) -> None:
     assert resolve_family({"model_type": model_type}).name == name
-    assert resolve_drafter_kind({"model_type": model_type}) == FAMILY_BY_NAME[name].kind
+    assert resolve_drafter_kind({"model_type": model_type}) == known_families().by_name[name].kind
 
 
 @pytest.mark.parametrize(("architecture", "name"), BY_ARCHITECTURE.items())
@@ -94,7 +94,7 @@ def test_every_architecture_of_a_drafter_leads_to_its_family(architecture: str, 
     for model_type in ("llama", "qwen3", None):
         config = {"architectures": [architecture], "model_type": model_type}
         assert resolve_family(config).name == name
-        assert resolve_drafter_kind(config) == FAMILY_BY_NAME[name].kind
+        assert resolve_drafter_kind(config) == known_families().by_name[name].kind
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,6 @@ def test_a_row_is_true_of_this_mlx_lm_and_of_this_package(row: Family) -> None:
     if row.loadable:
         assert row.module is not None
         assert importlib.util.find_spec(row.module) is not None
-        assert row.kind in ROUND_LOOPS
     else:
         with pytest.raises(UnsupportedOption) as refused:
             open_family(row)
@@ -216,7 +215,7 @@ def test_names_belong_to_one_row_each() -> None:
     for named in ("architectures", "model_types", "natives"):
         counted = Counter(name for row in FAMILIES for name in getattr(row, named))
         assert [name for name, count in counted.items() if count > 1] == []
-    assert len(FAMILY_BY_NAME) == len(FAMILIES)
+    assert len(known_families().by_name) == len(FAMILIES)
     assert not {name for row in FAMILIES for name in row.natives} & {n for row in FAMILIES for n in row.model_types}
 
 
@@ -228,9 +227,9 @@ def test_a_built_family_offers_what_loading_asks_of_it(row: Family) -> None:
 def test_a_target_that_a_family_is_not_made_for_is_refused_with_both_names() -> None:
     target = Target(MIXES["dense"].model())
     with pytest.raises(IncompatiblePair, match="'laguna_dflash' are made for laguna, the target is 'llama'"):
-        check_target(FAMILY_BY_NAME["laguna_dflash"], target)
-    check_target(FAMILY_BY_NAME["dflash"], target)
-    check_target(FAMILY_BY_NAME["qwen3_5_mtp"], Target(MIXES["hybrid"].model()))
+        check_target(known_families().by_name["laguna_dflash"], target)
+    check_target(known_families().by_name["dflash"], target)
+    check_target(known_families().by_name["qwen3_5_mtp"], Target(MIXES["hybrid"].model()))
 
 
 # The printed table

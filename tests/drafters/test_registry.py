@@ -18,8 +18,8 @@ from mlx_spec.drafters import (
     resolve_drafter_kind,
     validate_drafter_compatibility,
 )
-from mlx_spec.drafters.families import FAMILY_BY_NAME
 from mlx_spec.drafters.registry import open_family
+from mlx_spec.drafters.table import known_families
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownDrafter, UnsupportedOption
 from tests.drafters.eagle3_files import config, drafter, target
 
@@ -116,13 +116,13 @@ def test_architectures_of_a_wrong_type_are_an_error(architectures: object) -> No
 @pytest.mark.parametrize("name", ["eagle", "other_native_mtp"])
 def test_a_family_that_is_not_built_names_itself_and_what_works(name: str) -> None:
     with pytest.raises(UnsupportedOption, match=f"'{name}' .*cannot be loaded yet.*eagle3, .*ngram"):
-        open_family(FAMILY_BY_NAME[name])
+        open_family(known_families().by_name[name])
 
 
 def test_a_family_is_imported_when_it_is_first_asked_for() -> None:
     code = (
         "import sys, mlx_spec.drafters.registry as r; before = 'mlx_spec.drafters.eagle3' in sys.modules;"
-        "r.open_family(r.FAMILY_BY_NAME['eagle3']); print(before, 'mlx_spec.drafters.eagle3' in sys.modules)"
+        "r.open_family(r.known_families().by_name['eagle3']); print(before, 'mlx_spec.drafters.eagle3' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "True"]

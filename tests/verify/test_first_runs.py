@@ -1,4 +1,4 @@
-"""First speculative runs of a model beside a plain run of it in another thread: what is found out is the model's own."""
+"""First speculative runs of a model beside a plain run of it in another thread: what is found is the model's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""The round loop of a request with a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_spec.drafters.base import Drafter, DrafterState, Rows
+from mlx_spec.model.target import Target
+from mlx_spec.rounds.base import RoundLoop
+from mlx_spec.rounds.plain import PlainLoop
+from mlx_spec.stats import Statistics
+
+
+def open_loop(drafter: Drafter | None, target: Target, start: int, statistics: Statistics) -> RoundLoop:
+    """Make the drafter's side of one request.
+
+    Args:
+        drafter: who proposes; None for plain decoding.
+        target: the model it proposes to.
+        start: tokens already in the target's caches, which the drafter has not seen.
+        statistics: where failures are told.
+
+    Raises:
+        IncompatiblePair: the drafter cannot serve this target.
+    """
+    if drafter is None:
+        return PlainLoop()
+    drafter.check(target)
+    target.attach_taps(drafter.taps)
+    return DraftedLoop(drafter, drafter.open(target, start), statistics)
+
+
+class DraftedLoop(RoundLoop):
+    """A loop with a drafter, of whatever kind.
+
+    What the drafter does wrong costs proposals and is told; it never costs a token.
+    """
+
+    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics) -> None:
+        self.name = drafter.kind
+        self.taps = drafter.taps
+        self._drafter = drafter
+        self._state = state
+        self._statistics = statistics
+        self._able = True
+
+    def look_at(self, caches: Sequence[Any]) -> None:
+        try:
+            self._state.look_at(caches)
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
+
+    def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
+        self._follow(self._state.read_prompt, ids, hidden)
+
+    def catch_up(self, ids: Rows, hidden: mx.array | None) -> bool:
+        self._follow(self._state.catch_up, ids, hidden)
+        return self._able
+
+    def propose(self, bonus: int, count: int) -> mx.array | None:
+        if not self._able:
+            return None
+        try:
+            proposals = self._state.propose([bonus], count)
+            self._check(proposals, count)
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._statistics.drafter_failed(error, "its round went on without proposals")
+            self._abort()
+            return None
+        return proposals.astype(mx.int32) if proposals.shape[1] else None
+
+    def arrays(self) -> list[mx.array]:
+        try:
+            return self._state.arrays() if self._able else []
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
+            return []
+
+    def _follow(self, read: Callable[[Rows, Any], None], ids: Rows, hidden: mx.array | None) -> None:
+        """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
+        if not self._able:
+            return
+        try:
+            read(ids, hidden)
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
+            self._abort()
+
+    def _give_up(self, error: Exception) -> None:
+        self._able = False
+        self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
+
+    def _abort(self) -> None:
+        try:
+            self._state.abort()
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
+
+    def _check(self, proposals: mx.array, count: int) -> None:
+        fewer = self._drafter.may_propose_fewer
+        wanted = f"[1, 0..{count}]" if fewer else f"[1, {count}]"
+        if not isinstance(proposals, mx.array) or proposals.ndim != 2 or proposals.shape[0] != 1:
+            got = getattr(proposals, "shape", type(proposals).__name__)
+            raise ValueError(f"proposals must be an integer array of shape {wanted}, got {got}")
+        if not (proposals.shape[1] == count or (fewer and proposals.shape[1] < count)):
+            raise ValueError(f"proposals must have shape {wanted}, got {proposals.shape}")
+        if not mx.issubdtype(proposals.dtype, mx.integer):
+            raise ValueError(f"proposals must be integers, got {proposals.dtype}")
