@@ -88,6 +88,18 @@ class RingJournal(Journal):
 
     The log needs writes of one token, as attention over a ring needs them anyway: a row must be
     attended before the write that replaces it. A write of several tokens is kept or undone whole.
+
+    A window of 6 rows, the first 2 of them kept for good, that has read tokens 0 to 8; a round of W = 3 over it:
+
+        slot                    0   1   2   3   4   5    cursor  offset
+        before the round      | 0   1 | 6   7   8   5 |     5       9
+        write i takes slot              i=1 i=2     i=0             slots = [5, 2, 3]: at the end it wraps to row 2
+        copied before it                6   7       5
+        tokens 9, 10, 11 in   | 0   1 | 10  11  8   9 |     4      12
+        commit(1)             | 0   1 | 6   7   8   9 |     6      10   slots 2 and 3 get their copies back, 5 does not
+
+    A round longer than the window writes a slot twice; where the first of the two writes is kept, its row is put back
+    and not the copy.
     """
 
     methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))

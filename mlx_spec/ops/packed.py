@@ -1,4 +1,18 @@
-"""Rows times a packed matrix, in every mode of mlx's quantization, and what is a linear or a head at all."""
+"""Rows times a packed matrix, in every mode of mlx's quantization, and what is a linear or a head at all.
+
+One row of a matrix with K = 96 columns, affine, 3 bits in groups of 32. Nothing is padded: K is a multiple of the
+group, and a group fills whole words.
+
+    column              0 .. 31           32 .. 63          64 .. 95
+    weight, uint32      word 0 1 2        word 3 4 5        word 6 7 8        K * bits / 32 = 9
+    scales, biases      0                 1                 2                 K / group size = 3
+    lane of the kernel  0   1   2   3     4   5   6   7     8   9   10  11    8 columns each; lanes 12 to 31 have none
+
+    lane 0's pack of 8 values in 3 bytes, bits from high to low, each with its column:
+
+        byte 0                 byte 1                 byte 2
+        2 2 1 1 1 0 0 0        5 4 4 4 3 3 3 2        7 7 7 6 6 6 5 5        columns 2 and 5 cross bytes
+"""
 
 from __future__ import annotations
 

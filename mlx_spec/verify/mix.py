@@ -39,6 +39,21 @@ class PerPosition:
 class Mix:
     """One call of a mixer.
 
+    Position by position each argument is cut to what the stock model would hand over for that token alone. Of a block
+    of W = 3 after 5 tokens, over a cache that keeps chunks of 5 (B = 2, H = 7), a mixer gets:
+
+        given                      position 0         position 1         position 2
+        input [2, 3, 7]            [:, 0:1]           [:, 1:2]           [:, 2:3]
+        offset 5                   5                  6                  7
+        mask "causal"              None               None               None
+        mask [3, 8]  row           0                  1                  2
+            its column is key      0 1 2 3 4 5 . .    . 1 2 3 4 5 6 .    . . 2 3 4 5 6 7
+            lost                   0                  1                  2
+        returns [2, 1, 7] each: joined on axis 1, [2, 3, 7]; anything else, as keys for another mixer: `PerPosition`
+
+    The mask is the model's own, made for the block over keys 0 to 7. On the right, keys of later positions are not
+    there yet. On the left, a full chunk drops a key before each further token: `lost` of them so far.
+
     Attributes:
         width: positions it was given; 0 when nothing marks its input.
     """
