@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlx_spec.environment import CERTIFICATES
+from tests.plans import PLANS, chosen
 
 SEED = 20
 
@@ -30,7 +31,8 @@ if sys.platform == "linux":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where fixtures with a reference's outputs are."""
+    """How many cases of each test are run, and where fixtures with a reference's outputs are."""
+    parser.addoption("--plan", choices=PLANS, default="test", help="how many cases of each test: see tests/plans.py")
     group = parser.getgroup("drafters")
     # pytest calls a list of its own fixtures so; that list is still to be had as --funcargs.
     group._arggroup.conflict_handler = "resolve"
@@ -46,6 +48,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked `metal` says so instead of failing where there is no such device."""
     if item.get_closest_marker("metal") is not None and not mx.metal.is_available():
         pytest.skip("no Metal device here")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the plan leaves out of what was asked for by name, mark or keyword."""
+    kept = chosen(items, config.getoption("--plan"))
+    names = {id(item) for item in kept}
+    left_out = [item for item in items if id(item) not in names]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.fixture
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that counts its own rounds shall count many: `make deep` has the time."""
+    return request.config.getoption("--plan") == "deep"
 
 
 @pytest.fixture(autouse=True)

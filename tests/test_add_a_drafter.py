@@ -83,12 +83,14 @@ def test_its_row_is_printed_as_built(row: Family) -> None:
     assert last.split() == ["successor", "ngram", "any", "flat", "yes"]
 
 
+@pytest.mark.slow
 def test_the_tests_on_the_page_run_and_pass(row: Family, tmp_path: Path) -> None:
     ran = run_tests_of_the_page(tmp_path)
     assert ran.failed == []
     assert ran.passed == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "right", "wrong"),
     [

@@ -29,6 +29,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "certificates"
 
 
+@pytest.mark.slow
 def test_every_op_and_every_width_is_printed(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", folder, "--widths", "2", "5"]) == 0
     out = capsys.readouterr().out
@@ -43,6 +44,7 @@ def test_every_op_and_every_width_is_printed(folder: str, capsys: pytest.Capture
     assert "0 findings were known before" in out
 
 
+@pytest.mark.slow
 def test_a_second_run_answers_from_the_file(
     folder: str, kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_where_only_step_through_is_left_the_status_says_so(
     assert "a block rounds differently from one-token decode" in out
 
 
+@pytest.mark.slow
 def test_some_certified_width_is_enough(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Certificate, "holds", lambda self, width, drive: width == 2)
     assert main(["--model", folder, "--widths", "2", "3"]) == 0

@@ -60,6 +60,8 @@ PLAIN_FLAGS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.part(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", PLAIN_FLAGS.values(), ids=PLAIN_FLAGS.keys())
 def test_the_text_is_mlx_lms(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[Any, ...]
@@ -98,6 +100,8 @@ DRAFT_FLAGS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFT_FLAGS.values(), ids=DRAFT_FLAGS.keys())
 def test_no_drafter_changes_the_text(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, draft: tuple[Any, ...]
@@ -106,6 +110,7 @@ def test_no_drafter_changes_the_text(
     assert ("loop plain" in outcome.err) == (draft == ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [DRAFT_FLAGS["plain"], DRAFT_FLAGS["eagle3"]], ids=["plain", "eagle3"])
 def test_a_seed_gives_mlx_lms_text(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, draft: tuple[Any, ...]
@@ -114,6 +119,7 @@ def test_a_seed_gives_mlx_lms_text(
     same_text(capsys, monkeypatch, ("--model", target, "--prompt", PROMPT, "-m", "16", *sampling), draft)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_with_and_without_speculation(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +130,7 @@ def test_a_seed_gives_the_same_text_with_and_without_speculation(
     assert run(capsys, *common[:-1], "12").out not in texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
@@ -149,6 +156,7 @@ def test_the_drafter_is_loaded_in_the_format_asked_for(
     assert seen == [wanted, None]
 
 
+@pytest.mark.slow
 def test_further_end_tokens_end_the_text_as_they_do_in_mlx_lm(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +177,7 @@ def test_the_prompt_can_come_from_stdin(
     assert run(capsys, "--model", target, "--prompt", "-", "-m", "9").out == want
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--model", target, "--prompt", PROMPT, "-m", "24", "--draft-model", "ngram")
     whole = run(capsys, *common).out
@@ -180,6 +189,7 @@ def test_a_stop_string_ends_the_text_before_it(target: Path, capsys: pytest.Capt
 # What is said
 
 
+@pytest.mark.slow
 def test_one_statistics_line_goes_to_stderr(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run(capsys, "--model", target, "--prompt", PROMPT, "-m", "12", "--draft-model", FLAT)
     (line,) = outcome.lines
@@ -209,6 +219,7 @@ def test_a_fallback_is_told_in_a_sentence(wide: Path, capsys: pytest.CaptureFixt
     assert "may differ from plain decoding" in fast.err
 
 
+@pytest.mark.slow
 def test_statistics_as_json_agree_with_the_line_and_the_text(
     target: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -260,6 +271,7 @@ def test_a_kind_that_contradicts_the_checkpoint_is_overridden_with_a_warning(
     assert "loop eagle3" in outcome.lines[1]
 
 
+@pytest.mark.slow
 def test_reading_a_long_prompt_shows_progress_on_a_terminal_and_not_on_stdout(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +286,7 @@ def test_reading_a_long_prompt_shows_progress_on_a_terminal_and_not_on_stdout(
     assert run(capsys, *common, "--verbose", "False").err == ""
 
 
+@pytest.mark.slow
 def test_without_a_model_the_demo_pair_runs(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +302,7 @@ def test_without_a_model_the_demo_pair_runs(
 # --check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFT_FLAGS.values(), ids=DRAFT_FLAGS.keys())
 @pytest.mark.parametrize("sampling", [(), ("--temp", "0.7", "--seed", "5")], ids=["greedy", "sampled"])
 def test_check_says_how_many_ids_are_equal(
@@ -299,6 +313,7 @@ def test_check_says_how_many_ids_are_equal(
     assert outcome.lines[-1] == "check: 14 ids compared with mlx-lm's one-token loop, all equal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--max-kv-size", "20"), ("--kv-bits", "8", "--kv-group-size", "32")], ids=str)
 def test_check_decodes_with_the_same_cache(
     wide: Path, capsys: pytest.CaptureFixture[str], flags: tuple[Any, ...]
@@ -307,6 +322,7 @@ def test_check_decodes_with_the_same_cache(
     assert (outcome.code, outcome.lines[-1][:16]) == (0, "check: 14 ids co")
 
 
+@pytest.mark.slow
 def test_check_counts_the_token_that_ends_the_text(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--model", target, "--prompt", PROMPT, "-m", "24")
     end = run(capsys, *common).out[9]
@@ -340,6 +356,7 @@ def test_check_fails_where_the_ids_differ_and_says_where(
 # --prompt-cache-file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [(), ("--draft-model", "ngram"), ("--draft-model", FLAT)], ids=["", "ngram", "eagle"])
 def test_a_saved_prompt_is_continued_as_mlx_lm_does(
     target: Path,
@@ -379,6 +396,7 @@ def in_a_process(*argv: Any, text: str = "") -> subprocess.CompletedProcess[str]
     return subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_itself_prints_the_text_and_exits_0(
     target: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -391,6 +409,7 @@ def test_the_command_itself_prints_the_text_and_exits_0(
     assert json.loads(file.read_text())["loop"] == "eagle3"
 
 
+@pytest.mark.slow
 def test_the_command_itself_refuses_in_one_line_and_exits_2() -> None:
     ended = in_a_process("--model", "/no/such/folder", "--prompt", "hello")
     assert (ended.returncode, ended.stdout) == (2, "")

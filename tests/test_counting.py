@@ -98,6 +98,7 @@ def reads_of_a_run(name: str, drafter: Drafter | None, **keywords: Any) -> tuple
 # Reads
 
 
+@pytest.mark.part(12)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_round_reads_the_host_once(drafter: str, options: dict[str, Any]) -> None:
@@ -106,6 +107,7 @@ def test_a_round_reads_the_host_once(drafter: str, options: dict[str, Any]) -> N
     assert reads == statistics.rounds + STARTUP_READS
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_round_reads_the_host_once_whatever_the_cache(name: str, options: dict[str, Any]) -> None:
@@ -115,6 +117,7 @@ def test_a_round_reads_the_host_once_whatever_the_cache(name: str, options: dict
     assert statistics.accepted_tokens > 0 or options is SAMPLED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_round_of_a_real_eagle3_drafter_reads_the_host_once(options: dict[str, Any]) -> None:
     model, statistics = eagle3_files.target().model, Statistics()
@@ -171,6 +174,7 @@ def tapping(ids: Any) -> EveryLayerTapped:
     return EveryLayerTapped(ids, 96, tuple(range(8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scripted", "eagle3"])
 def test_no_hidden_states_of_the_prompt_are_kept(kind: str) -> None:
     if kind == "eagle3":
@@ -260,35 +264,42 @@ def always_wrong() -> Drafter:
     return CallableDrafter(lambda ids, count: [0] * count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [NgramDrafter, always_wrong], ids=["ngram", "always_wrong"])
-def test_arrays_and_memory_are_flat_over_2000_rounds(make: Callable[[], Drafter]) -> None:
-    assert_flat(follow(one_layer(), make(), 2000, draft_block_size=3))
+def test_arrays_and_memory_are_flat_over_2000_rounds(make: Callable[[], Drafter], thorough: bool) -> None:
+    assert_flat(follow(one_layer(), make(), 2000 if thorough else 500, draft_block_size=3))
 
 
-def test_arrays_and_memory_are_flat_where_tokens_are_sampled() -> None:
-    assert_flat(follow(one_layer(), NgramDrafter(min_ngram=1), 300, draft_block_size=4, **SAMPLED))
+@pytest.mark.slow
+def test_arrays_and_memory_are_flat_where_tokens_are_sampled(thorough: bool) -> None:
+    rounds = 300 if thorough else 120
+    assert_flat(follow(one_layer(), NgramDrafter(min_ngram=1), rounds, draft_block_size=4, **SAMPLED))
 
 
-def test_arrays_and_memory_are_flat_without_a_drafter() -> None:
-    assert_flat(follow(one_layer(), None, 600))
+@pytest.mark.slow
+def test_arrays_and_memory_are_flat_without_a_drafter(thorough: bool) -> None:
+    assert_flat(follow(one_layer(), None, 600 if thorough else 200))
 
 
-def test_processors_cost_the_ids_they_are_shown_and_no_more() -> None:
-    options = {"draft_block_size": 3, **PENALISED}
-    assert_flat(follow(one_layer(), NgramDrafter(min_ngram=1), 300, **options), bytes_per_token=12)
+@pytest.mark.slow
+def test_processors_cost_the_ids_they_are_shown_and_no_more(thorough: bool) -> None:
+    options, rounds = {"draft_block_size": 3, **PENALISED}, 300 if thorough else 120
+    assert_flat(follow(one_layer(), NgramDrafter(min_ngram=1), rounds, **options), bytes_per_token=12)
 
 
-def test_arrays_and_memory_are_flat_where_blocks_are_stepped_through() -> None:
+@pytest.mark.slow
+def test_arrays_and_memory_are_flat_where_blocks_are_stepped_through(thorough: bool) -> None:
     mix = MIXES["hybrid"]
     states = sum(cache.nbytes for cache in mix.oracle().cache_after(1) if type(cache).__name__ == "ArraysCache")
-    seen = follow(mix.model(), NgramDrafter(min_ngram=1), 100, draft_block_size=3)
+    seen = follow(mix.model(), NgramDrafter(min_ngram=1), 100 if thorough else 50, draft_block_size=3)
     assert_flat(seen, one_round=32_768 + 3 * states, arrays=24 + len(remembered_maps(mix.model())))
 
 
-def test_arrays_and_memory_are_flat_with_hidden_states_and_a_drafters_own_cache() -> None:
+@pytest.mark.slow
+def test_arrays_and_memory_are_flat_with_hidden_states_and_a_drafters_own_cache(thorough: bool) -> None:
     model = eagle3_files.target().model
-    own_cache_row = 2 * 2 * 8 * 4
-    assert_flat(follow(model, eagle3_files.drafter(), 200, draft_block_size=3), bytes_per_token=2 * own_cache_row)
+    own_cache_row, rounds = 2 * 2 * 8 * 4, 200 if thorough else 80
+    assert_flat(follow(model, eagle3_files.drafter(), rounds, draft_block_size=3), bytes_per_token=2 * own_cache_row)
 
 
 @pytest.fixture

@@ -341,6 +341,7 @@ def test_the_default_cache_is_where_the_platform_keeps_caches(
 # The wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_is_found_without_importing_it(real_target: Path) -> None:
     source = demo._find_gguf()
     assert source is not None
@@ -376,6 +377,7 @@ def test_a_mac_without_the_wheel_uses_the_hub(tmp_path: Path, monkeypatch: pytes
 # The real target
 
 
+@pytest.mark.slow
 def test_the_cached_target_is_what_the_converter_writes(real_target: Path, tmp_path: Path) -> None:
     fresh = demo_target_path(tmp_path / "cache")
     try:
@@ -388,6 +390,7 @@ def test_the_cached_target_is_what_the_converter_writes(real_target: Path, tmp_p
         shutil.rmtree(fresh)
 
 
+@pytest.mark.slow
 def test_the_target_knows_the_capital_of_france(real_pair: tuple[nn.Module, Any]) -> None:
     model, tokenizer = real_pair
     messages = [{"role": "user", "content": "What is the capital of France?"}]

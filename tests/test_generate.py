@@ -321,6 +321,7 @@ for order in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_generate_can_be_called_whether_its_module_was_imported_before_or_not() -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, *ORDERS]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)

@@ -135,11 +135,13 @@ def findings(rule: Rule, paths: list[Path]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", EVERYWHERE_RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds_in_package_tests_and_scripts(rule: Rule) -> None:
     assert findings(rule, PYTHON) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", PACKAGE_RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds_in_the_package(rule: Rule) -> None:
     assert findings(rule, PACKAGE) == []

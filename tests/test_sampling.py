@@ -55,6 +55,7 @@ def stock_choice(
 # Choosing
 
 
+@pytest.mark.part(7)
 @DTYPES
 @pytest.mark.parametrize("name", ["greedy", *SAMPLERS])
 def test_tokens_and_logprobs_have_the_bits_of_the_stock_expression(name: str, dtype: mx.Dtype) -> None:

@@ -107,6 +107,7 @@ def test_each_damaged_tensor_of_a_quantized_folder_is_named(tmp_path: Path) -> N
             assert name.removesuffix(".scales").removesuffix(".weight") in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_command_writes_says_where_and_refuses_in_one_line(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "mimo")
     command = [sys.executable, "-m", "mlx_spec.split_mtp", str(source), str(tmp_path / "out")]

@@ -32,6 +32,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+@pytest.mark.slow
 def test_every_metal_file_is_there_and_found(installed: Path) -> None:
     kernels = sorted(path.stem for path in (ROOT / "metal").glob("*.metal"))
     assert kernels

@@ -398,6 +398,7 @@ AFTER_PROMPTS = pytest.mark.parametrize("context", [20, 280])
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
+@pytest.mark.slow
 @EVERY_MODEL
 @AFTER_PROMPTS
 def test_a_models_open_round_holds_old_states_inputs_and_projections(name: str, context: int) -> None:

@@ -154,6 +154,8 @@ def endings_of(kind: Kind, start: int) -> list[Ending]:
     return [UNDONE, *range(WIDTH + 1), *ragged]
 
 
+@pytest.mark.part(9)
+@pytest.mark.slow
 @EVERY_KIND
 def test_a_fault_at_any_point_of_a_round_leaves_it_undone_or_committed(kind: Kind) -> None:
     start = kind.edge - 2
@@ -199,12 +201,14 @@ def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
         detach(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["hybrid", "sliding", "chunked", "cache_list", "mamba2"])
 def test_a_fault_at_any_point_of_a_models_round_leaves_it_undone_or_committed(mix: str) -> None:
     with mixing_scene(mix, Drive.POSITIONS if mix == "mamba2" else Drive.BLOCK) as scene:
         assert assert_nothing_between(scene, [UNDONE, 1], step=31) > 30
 
 
+@pytest.mark.slow
 def test_a_fault_while_rows_of_a_recurrent_state_are_kept_apart_leaves_it_undone_or_committed() -> None:
     with mixing_scene("mamba", Drive.BLOCK, batch=2) as scene:
         assert assert_nothing_between(scene, [[1, 2], [0, 3]], step=13) > 50

@@ -25,6 +25,7 @@ class ModelBatchMachine(Refusals, Copied, Trimmed, RaggedMachine):
     """All caches of one model, batched."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_of_a_model_that_keep_different_counts_stay_as_they_are_alone(
     name: str, tell: Callable[[str], None]

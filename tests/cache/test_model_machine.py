@@ -20,6 +20,7 @@ class QuantizedModelMachine(Quantized, ModelMachine):
     """Its float caches become quantized ones on the way."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_through_token_mixers_leave_what_plain_steps_leave(name: str, tell: Callable[[str], None]) -> None:
     run(QuantizedModelMachine if name.startswith("quantized") else ModelMachine, MODELS[name], STEPS, tell)

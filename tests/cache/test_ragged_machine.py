@@ -66,6 +66,7 @@ class ArraysMachine(RightPadded, BatchMachine):
     """A batch whose rows may be padded at the right while rounds go on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_that_keep_different_counts_stay_as_they_would_be_alone(name: str, tell: Callable[[str], None]) -> None:
     batch = BATCHES[name]

@@ -128,6 +128,7 @@ def test_every_format_stays_exact_on_every_chip(model: str, scheme: tuple[str, i
     check(quantized(model, *scheme), chip, tuple(range(2, 17)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype", "chip"),
     [
@@ -154,12 +155,14 @@ def check_floats(model: str, dtype: str, chip: str) -> None:
     assert any("batch axis" in route for route in taken)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", ["deepseek_v3, dense", "gemma4_text", "qwen3_moe", "mamba2", "olmo", "gpt_oss"])
 def test_models_with_forks_of_their_own_stay_exact(name: str) -> None:
     taken = check(named(name), "gen15", (3, 8))
     assert STEP_THROUGH.name not in "".join(taken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["gen13", "gen15"])
 def test_a_model_that_chooses_among_its_keys_goes_by_position_once_it_has_to_choose(chip: str) -> None:
     # Scores in half precision lie close, and the choice hangs on the last bit of a product the model makes itself.
@@ -172,6 +175,7 @@ GROUPED = {**DENSE, "model_type": "llama", "num_attention_heads": 8, "num_key_va
 """Eight queries share a key head, so that the kernel for single queries takes four positions at a time."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "chunk"), [(5, 3), (8, 4), (16, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_grouped_heads_attend_in_chunks_of_queries(width: int, chunk: int, dtype: str) -> None:
@@ -254,6 +258,7 @@ def test_broken_chunks_of_queries_cost_the_route_and_no_token(broken: str, monke
     assert route.startswith("block, attention by position, linear")
 
 
+@pytest.mark.slow
 def test_chunks_that_only_the_model_shows_to_be_unequal_cost_the_route_and_no_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

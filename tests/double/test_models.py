@@ -157,6 +157,7 @@ def test_bitnet_runs_and_multiplies_by_ternary_weights() -> None:
     assert diverges(ZOO["bitnet"], PATTERNS["gen13"], "float32")
 
 
+@pytest.mark.slow
 def test_mixed_residuals_of_kimi_k3_treat_each_row_alone_and_compute_the_same() -> None:
     blocks = kimi_k3.ResidualBlocks(1e-5)
     draw = mx.random.split(mx.random.key(1), 4)

@@ -125,6 +125,7 @@ def test_a_sampled_text_is_the_same(family: str) -> None:
     speculate(name, source, stock(name, sampled=True), sampler=make_sampler(temp=0.8), draft_block_size=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", [1, 3, 5])
 def test_the_drafts_do_not_depend_on_the_prompts_chunks(prefill: int) -> None:
     source = drafter("dflash_causal", "hybrid", planted=False)

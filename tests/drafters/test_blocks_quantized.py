@@ -55,6 +55,7 @@ def assert_computes_alike(one: BlockDrafter, other: BlockDrafter) -> None:
         assert mx.abs(mine.astype(mx.float32) - theirs.astype(mx.float32)).max().item() < TOLERANCE * 10
 
 
+@pytest.mark.part(10)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_a_quantized_drafter_computes_what_its_rounded_weights_give(

@@ -45,6 +45,7 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_tensor_that_is_missing_is_named_with_its_shape(tmp_path: Path, name: str) -> None:
     assert len(tensors(name)) == COUNTS[name]
@@ -53,6 +54,7 @@ def test_every_tensor_that_is_missing_is_named_with_its_shape(tmp_path: Path, na
         assert f"{tensor} is missing, wanted {list(array.shape)}" in message
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_tensor_under_another_name_is_named_under_both(tmp_path: Path, name: str) -> None:
     for tensor in tensors(name):
@@ -65,6 +67,8 @@ def test_every_tensor_under_another_name_is_named_under_both(tmp_path: Path, nam
         assert f"x_{tensor}" in message.replace(f"{tensor} is missing", "")
 
 
+@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_tensor_of_another_shape_is_named_with_both(tmp_path: Path, name: str) -> None:
     for tensor, array in tensors(name).items():
@@ -77,6 +81,7 @@ def test_every_tensor_of_another_shape_is_named_with_both(tmp_path: Path, name: 
             assert f"{tensor} has shape {list(other.shape)}, wanted {shape}" in refusal(folder)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_number_that_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
     for index, (tensor, array) in enumerate(tensors(name).items()):
@@ -86,6 +91,7 @@ def test_every_number_that_is_not_finite_is_named(tmp_path: Path, name: str) -> 
         assert f"{tensor} holds NaN or infinity" in refusal(folder)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_tensor_of_integers_is_named(tmp_path: Path, name: str) -> None:
     for tensor, array in tensors(name).items():

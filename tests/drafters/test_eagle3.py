@@ -167,6 +167,7 @@ def test_catching_up_equals_a_cold_state_over_the_same_committed_tokens(count: i
     assert_same_state(state, cold(ids[:end], hidden[:, :end]), ids[:end])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from(["propose", "abort", "repeat", "park", "stray"]), st.integers(1, 5)), max_size=8)
 )

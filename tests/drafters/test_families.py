@@ -235,6 +235,7 @@ def test_a_target_that_a_family_is_not_made_for_is_refused_with_both_names() -> 
 # The printed table
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_line_for_every_family() -> None:
     ran = subprocess.run([sys.executable, "-m", "mlx_spec.drafters"], capture_output=True, text=True, check=True)
     assert ran.stdout == table() + "\n"

@@ -118,6 +118,7 @@ def load(folder: Path) -> Gemma4Assistant:
 # Rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 5])
 def test_the_text_is_the_targets_own_and_good_proposals_are_kept(tmp_path: Path, width: int) -> None:
     emitted = 40

@@ -283,6 +283,7 @@ PROMPT = (5, 17, 42, 8, 61, 3, 29, 11, 50)
 LENGTH = 24
 
 
+@pytest.mark.slow
 @each_family
 @pytest.mark.parametrize("planted", [True, False])
 @pytest.mark.parametrize("width", [2, 3, 5])

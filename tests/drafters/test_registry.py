@@ -119,6 +119,7 @@ def test_a_family_that_is_not_built_names_itself_and_what_works(name: str) -> No
         open_family(known_families().by_name[name])
 
 
+@pytest.mark.slow
 def test_a_family_is_imported_when_it_is_first_asked_for() -> None:
     code = (
         "import sys, mlx_spec.drafters.registry as r; before = 'mlx_spec.drafters.eagle3' in sys.modules;"

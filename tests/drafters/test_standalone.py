@@ -219,6 +219,7 @@ def test_a_round_reads_nothing_from_the_device() -> None:
 # The pair
 
 
+@pytest.mark.part(7)
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_model_that_drafts_for_itself_is_always_right(mix: str) -> None:
     run = stock(mix, "greedy")

@@ -48,6 +48,7 @@ def swapped(content: dict[str, Any]) -> None:
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
+@pytest.mark.slow
 def test_the_same_tokens_are_let_through(folder: Path) -> None:
     model, tokenizer = load(folder / "target")
     drafter = load_drafter(folder / "small", target=model)
@@ -59,6 +60,7 @@ def test_the_same_tokens_are_let_through(folder: Path) -> None:
     assert not any("compared" in note for note in statistics.notes)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_target_is_always_right(folder: Path) -> None:
     model, tokenizer = load(folder / "target")
     statistics = Statistics()
@@ -94,6 +96,7 @@ def test_tokens_added_later_may_differ(folder: Path, tmp_path: Path) -> None:
     assert load_drafter(retold(tmp_path, renamed), target=model).kind == "standalone"
 
 
+@pytest.mark.slow
 def test_padding_beyond_the_tokens_does_not_count(folder: Path, tmp_path: Path) -> None:
     model, tokenizer = load(folder / "target")
     padded = write_target(tmp_path, seed=9, **{**SMALL, "num_key_value_heads": 1, "vocab_size": 128})
@@ -183,6 +186,7 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
 # The command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [(), ("--draft-kind", "standalone")], ids=str)
 def test_the_command_drafts_with_a_language_model(
     capsys: pytest.CaptureFixture[str], folder: Path, kind: tuple[str, ...]

@@ -234,6 +234,7 @@ LENGTHS = (1, 4, 5, 6, 9)
 """Before, at and after the ends of blocks that are kept whole, and of blocks that are not."""
 
 
+@pytest.mark.part(7)
 @pytest.mark.parametrize("ended", [False, True], ids=["idle thread", "ended thread"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_run_that_is_idle_can_be_closed_by_another_thread(mix: str, ended: bool) -> None:

@@ -79,6 +79,7 @@ def rows_of(rows: int) -> KVCache:
 ONE_ROW = 8 * (256 + 64) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ring_of, rows_of], ids=["ring", "full attention"])
 def test_keeping_part_of_a_block_moves_as_much_whatever_the_length_of_the_cache(
     make: Callable[[int], Any],
@@ -187,6 +188,8 @@ def bytes_of_reading(model: Any, drafter: Drafter | None, step: int) -> int:
     return bytes_taken(lambda: read_prompt(model, drafter, step))
 
 
+@pytest.mark.part(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", PROMPT_READERS)
 def test_drafter_leaves_the_prompt_in_chunks_and_memory_bounded(reader: str) -> None:
     """Reading all at once takes many times the memory; a drafter may add a chunk of states and a cache of its own."""
@@ -200,6 +203,8 @@ def test_drafter_leaves_the_prompt_in_chunks_and_memory_bounded(reader: str) -> 
     assert whole > 3 * chunked, "the measure sees nothing"
 
 
+@pytest.mark.part(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", PROMPT_READERS)
 def test_prompt_in_chunks_gives_the_tokens_of_the_prompt_at_once(reader: str) -> None:
     model, drafter = PROMPT_READERS[reader]()
@@ -228,6 +233,7 @@ def test_drafter_costs_the_prompt_no_forward(reader: str, monkeypatch: pytest.Mo
 # A drafter that was made for shorter texts
 
 
+@pytest.mark.slow
 def test_text_longer_than_the_drafter_was_made_for_goes_on(tmp_path: Any) -> None:
     """The target's context is the limit, not the number in the drafter's config."""
     folder = eagle3_files.write(tmp_path / "short", lambda config: config.update(max_position_embeddings=16))

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent.parent
 PAGE = (TESTS.parent / "docs" / "hazards.md").read_text(encoding="utf-8")
 FACTS = ("test_mlx_facts.py", "test_page.py")
@@ -31,6 +33,7 @@ def missing(page: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_test_the_page_names_exists() -> None:
     assert missing(PAGE) == []
     assert len(named(PAGE)) > 50

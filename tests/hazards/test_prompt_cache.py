@@ -64,6 +64,8 @@ def lengths_of(mix: str) -> range:
     return FIRST_TURN if mix in ("dense", "hybrid") else FIRST_TURN[:: 2 if mix in REQUIRED else 5]
 
 
+@pytest.mark.part(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> None:
     """Wherever in a block the first turn stopped: its last token is in the cache, and nothing after it.
@@ -88,6 +90,8 @@ def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> Non
             assert cold.ids == got.ids, f"cold {cold.ids}, warm {got.ids}"
 
 
+@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["dense", "sliding", "ring_with_keep", "hybrid", "chunked", "cache_list"])
 def test_two_conversations_from_one_prefix_do_not_see_each_other(mix: str) -> None:
     """Both go on from a copy of a prefix longer than any window; their rows must not meet in it."""
@@ -107,6 +111,7 @@ def test_two_conversations_from_one_prefix_do_not_see_each_other(mix: str) -> No
     assert_same_cache(shared, before)
 
 
+@pytest.mark.part(7)
 @pytest.mark.parametrize("mix", MIXES)
 def test_caller_may_trim_after_a_run_what_it_may_trim_after_the_stock_run(mix: str) -> None:
     """A server cuts a cache to the prefix two conversations share; what it is told it may cut must be true."""

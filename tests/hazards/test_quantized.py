@@ -52,6 +52,7 @@ def test_every_setting_equals_stock_from_the_first_token_or_from_the_middle_of_t
         assert {(cache.bits, cache.group_size) for cache in got.cache} == {(bits, group)}
 
 
+@pytest.mark.slow
 def test_conversion_at_every_place_of_a_block_equals_stock() -> None:
     """What follows the start of quantization is read from converted caches, so no block may cross it."""
     for start in range(len(PROMPT) - 1, len(PROMPT) + 2 * WIDTH + 1):
@@ -140,6 +141,7 @@ class Hybrid(Mix):
         return hybrid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 14])
 def test_quantized_rows_beside_recurrent_states_are_each_kept_their_own_way(start: int) -> None:
     """A cache that cannot be trimmed is no recurrent state for that, and a triple is no list of states."""

@@ -47,6 +47,7 @@ def short_stock(mix: str, prompt: tuple[int, ...] = PROMPT, emitted: int = EMITT
 # Any cache
 
 
+@pytest.mark.part(8)
 @pytest.mark.parametrize("mix", MIXES)
 def test_rejection_at_every_depth_leaves_the_state_of_single_steps(mix: str) -> None:
     """Where undoing does nothing for a kind of cache, the text changes after the first rejection, or much later."""
@@ -73,6 +74,7 @@ class Noted(CyclingDrafter):
         return super().script(state, row, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", RINGS)
 def test_window_that_fills_up_inside_a_block_is_rolled_back_at_every_depth(mix: str) -> None:
     """The last free row of a window is taken by each position of a block in turn, with each number of tokens kept.
@@ -91,6 +93,7 @@ def test_window_that_fills_up_inside_a_block_is_rolled_back_at_every_depth(mix: 
     assert {(depth, accepted) for depth in range(1, WIDTH + 1) for accepted in DEPTHS} <= seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accepted", DEPTHS)
 def test_window_after_rollbacks_holds_the_newest_tokens_in_order(accepted: int) -> None:
     """Read oldest first, it is the kept front and the newest rows of a cache that never dropped any.

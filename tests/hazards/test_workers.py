@@ -74,10 +74,11 @@ def example() -> str:
     return str(code)
 
 
-def test_a_process_whose_workers_follow_the_rule_exits_cleanly_every_time() -> None:
-    """Five times, since where the rule is broken it aborts most times only."""
+@pytest.mark.slow
+def test_a_process_whose_workers_follow_the_rule_exits_cleanly_every_time(thorough: bool) -> None:
+    """Several times, since where the rule is broken it aborts most times only."""
     command = [sys.executable, "-W", "error", "-c", BEFORE + example() + AFTER]
-    for _ in range(5):
+    for _ in range(5 if thorough else 2):
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "served 3\n", "")
 
@@ -120,6 +121,8 @@ def test_two_threads_on_streams_of_their_own_get_the_stock_tokens(mix: str, choi
         assert key == run.rng[EMITTED]
 
 
+@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["dense", "sliding", "mla_moe", "mamba2", "cache_list"])
 def test_what_one_thread_found_out_about_blocks_serves_another_after_its_end(mix: str) -> None:
     """Including models whose blocks were found to differ at the first position, so that the rest was not looked at."""
@@ -156,6 +159,7 @@ def in_float16(tensors: dict[str, mx.array]) -> None:
             tensors[name] = array.astype(mx.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True], ids=["loaded here", "loaded in a thread that ended"])
 def test_model_and_drafter_serve_other_threads_than_the_one_that_loaded_them(tmp_path: Path, ended: bool) -> None:
     """Every array of theirs is evaluated by the thread that loads them, not by the first one to use them."""

@@ -24,9 +24,11 @@ from tests.msl.kernel import BACKWARD, KernelError, Run, mlx_include
 from tests.msl.simulator import RecordedKernel, running, simulated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", trials.TRIALS)
-def test_every_output_has_the_bits_of_the_reference(name: str, tell: Callable[[str], None]) -> None:
-    tally = trials.run(trials.TRIALS[name](full=False))
+def test_every_output_has_the_bits_of_the_reference(name: str, thorough: bool, tell: Callable[[str], None]) -> None:
+    cases = trials.TRIALS[name](full=False)
+    tally = trials.run(cases if thorough else trials.thinned(cases, 4))
     tell(tally.line(name))
     assert tally.differing == 0
     assert len(tally.orders) >= 3
@@ -99,6 +101,8 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.part(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what", "text", "mutant"), MUTATIONS, ids=[f"{name}, {what}" for name, what, *_ in MUTATIONS]
 )
@@ -167,6 +171,7 @@ def test_no_width_and_no_batch_compiles_a_kernel_again(recorded: list[RecordedKe
     assert {kernel.name: len(kernel.texts) for kernel in recorded} == {kernel.name: 1 for kernel in recorded}
 
 
+@pytest.mark.slow
 def test_the_address_spaces_of_every_kernel_agree(recorded: list[RecordedKernel]) -> None:
     call_everything(1, 3)
     assert {kernel.name: complaints(kernel.texts[0]) for kernel in recorded} == {kernel.name: "" for kernel in recorded}
@@ -186,6 +191,7 @@ def test_a_linear_takes_the_kernel_before_tricks_where_there_is_metal() -> None:
     assert trials.differing(out, wanted.reshape(2, 3, 24)) == 0
 
 
+@pytest.mark.slow
 def test_a_packed_linear_takes_the_kernel_before_tricks_where_there_is_metal() -> None:
     module = nn.QuantizedLinear(128, 24, bias=True, group_size=32, bits=4)
     rows = Rows(module, (mx.random.normal((2, 3, 128)),), 1, 3)

@@ -44,6 +44,7 @@ def call(width: int, **changes: Any) -> AttentionCall:
     return AttentionCall(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_the_kernel_is_taken_where_stock_is_not_equal() -> None:
     with simulated():
         assert call(3).route_over(KeyStretch.short()) == OWN_KERNEL
@@ -83,6 +84,7 @@ def test_what_the_kernel_does_not_know_goes_by_position(changes: dict[str, Any])
         assert block.own_kernel() is None
 
 
+@pytest.mark.slow
 def test_the_greedy_walk_takes_its_kernel_where_that_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernel_holds(mx.bfloat16)
     with simulated():
@@ -97,6 +99,7 @@ def test_the_greedy_walk_takes_its_kernel_where_that_is_equal(monkeypatch: pytes
         assert GreedyBlock(logits, mx.zeros((1, 1), mx.int32)).walk().shape == (1, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", [OWN_KERNEL, BY_POSITION])
 def test_a_plan_says_which_way_attention_goes(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[KeyStretch] = []

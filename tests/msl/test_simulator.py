@@ -275,6 +275,7 @@ def test_an_output_left_unwritten_shows() -> None:
     assert np.isnan(np.array(out)).nonzero()[0].tolist() == [5]
 
 
+@pytest.mark.slow
 def test_a_device_pointer_to_a_small_input_is_caught() -> None:
     kernel = SimulatedKernel("pointer", ["a"], ["o"], "const device float* p = a; o[0] = p[0];")
     found = []

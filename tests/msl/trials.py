@@ -7,6 +7,7 @@ another way, every axis has another size, and orders take turns.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,6 +82,15 @@ def run(cases: Iterator[Case]) -> Tally:
     for _ in _compared(cases, tally):
         pass
     return tally
+
+
+def thinned(cases: Iterator[Case], step: int) -> Iterator[Case]:
+    """The first case of every family, and each `step`-th after it."""
+    counts: Counter[str] = Counter()
+    for case in cases:
+        if counts[case.family] % step == 0:
+            yield case
+        counts[case.family] += 1
 
 
 def each(cases: Iterator[Case]) -> Iterator[Tally]:

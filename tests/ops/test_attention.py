@@ -135,6 +135,7 @@ def test_chunks_are_as_large_as_the_kernel_for_single_queries_takes_them(heads: 
         assert grouped.route_over(KeyStretch.short()) == BY_POSITION
 
 
+@pytest.mark.slow
 def test_an_edge_counts_where_the_kernel_changes_at_it() -> None:
     with double(PATTERNS["max"]):
         # Two blocks of keys' worth: 64 blocks for one query of two heads a key head, 128 for three queries.

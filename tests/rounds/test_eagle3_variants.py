@@ -110,6 +110,7 @@ def test_after_a_run_the_drafter_is_where_one_is_that_read_the_text(
             assert mx.allclose(left[..., : read - 1, :], right[..., : read - 1, :], rtol=1e-4, atol=1e-4).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["latent", "heads_for_deepseek"])
 def test_text_of_a_kimi_target_is_that_of_the_stock_loop(variant: str, tmp_path: Path) -> None:
     model = randomise(eagle3_made.kimi, seed=6)
@@ -121,6 +122,7 @@ def test_text_of_a_kimi_target_is_that_of_the_stock_loop(variant: str, tmp_path:
     assert statistics.proposed_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["quantized_from_0", "quantized_from_20"])
 def test_the_caches_of_a_drafter_are_not_quantized_with_the_targets(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, opened = planted_drafter(mix), []

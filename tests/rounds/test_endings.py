@@ -88,6 +88,7 @@ def lengths_of_both_drafters() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mix", "drafter", "length"), lengths_of_both_drafters())
 def test_run_that_spends_its_budget_can_be_continued(mix: str, drafter: str, length: int) -> None:
     run = stock(mix)

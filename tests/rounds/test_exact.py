@@ -109,6 +109,7 @@ def test_every_other_cache_mix_equals_stock(mix: str, choice: str) -> None:
     run_case({"mix": mix, "drafter": "alternating", "width": 5, "prefill": "ragged", "choice": choice})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", [name for name in MIXES if MIXES[name].half])
 @pytest.mark.parametrize(("drafter", "width", "choice"), [("alternating", 5, "greedy"), ("cycling", 3, "top_p")])
 def test_half_precision_equals_stock(mix: str, drafter: str, width: int, choice: str) -> None:
@@ -119,6 +120,7 @@ def test_half_precision_equals_stock(mix: str, drafter: str, width: int, choice:
 DRAFTED_MIXES = (*REQUIRED, "mla_moe", "dense_qk_norm")
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize(
     ("mix", "dtype"),
     [(mix, mx.float32) for mix in DRAFTED_MIXES] + [(mix, mx.bfloat16) for mix in DRAFTED_MIXES if MIXES[mix].half],

@@ -115,6 +115,7 @@ def in_a_thread(work: Callable[[], Result]) -> Result:
 # One thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "drafter", "order"),
     [
@@ -229,6 +230,7 @@ def test_run_in_the_middle_of_which_a_thread_ends_leaves_the_model_and_the_draft
     assert_equals_stock(got, run, EMITTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties", "opaque_both"])
 @pytest.mark.parametrize(
     ("mix", "drafter"),

@@ -61,6 +61,7 @@ WIDE = 17
 """More tokens than a window or a chunk holds: a round loses rows of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("caches_known")
 @pytest.mark.parametrize("stepped", [True, False])
 @pytest.mark.parametrize("mix", ["chunked", "sliding", "ring_with_keep"])

@@ -60,6 +60,8 @@ def speculate(model: Any, chosen: Drafter, width: int, **options: Any) -> Statis
     return statistics
 
 
+@pytest.mark.part(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_good_layer_is_accepted_and_the_tokens_are_the_stock_loops(family: str) -> None:
     statistics = speculate(target(family).model, drafter(family), 4)
@@ -80,6 +82,7 @@ def test_sampling_with_penalties_and_a_chunked_prompt_gives_the_stock_loops_toke
     speculate(target(family).model, drafter(family), 3, prefill_step_size=prefill, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
 def test_chunks_of_the_prompt_do_not_change_what_is_accepted(family: str) -> None:
     model = target(family).model

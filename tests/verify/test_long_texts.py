@@ -72,6 +72,7 @@ def test_a_model_that_chooses_among_its_keys_has_a_limit_with_and_without_what_i
         assert block_limit(model) == limit
 
 
+@pytest.mark.slow
 def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact() -> None:
     with double(PATTERNS["max"]):
         model = Specimen("long", LONG_DENSE).build("float32")
@@ -81,6 +82,7 @@ def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact()
         assert routes_over(model, 1100, 3, 12).startswith("block, attention in chunks of 2")
 
 
+@pytest.mark.slow
 def test_a_long_text_keeps_to_blocks_where_attention_keeps_to_its_bits() -> None:
     model = Specimen("long", LONG_DENSE).build("float32")
     assert routes_over(model, 300, 5, 9) == "block"
@@ -90,6 +92,7 @@ def test_a_long_text_keeps_to_blocks_where_attention_keeps_to_its_bits() -> None
         assert routes_over(model, prompt, 5, 16) == "block"
 
 
+@pytest.mark.slow
 def test_a_long_text_takes_mixers_by_position_where_attention_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_file(), NAME, lambda *args, **given: base.scaled_dot_product_attention(*args, **given))
     model = Specimen("long", LONG_DENSE).build("float32")

@@ -42,6 +42,8 @@ def test_every_architecture_has_a_row_or_a_reason() -> None:
     assert sorted({*ANATOMY_BY_MODULE, *WITHOUT_ANATOMY}) == sorted(architectures())
 
 
+@pytest.mark.part(40)
+@pytest.mark.slow
 @pytest.mark.parametrize("specimen", ZOO, ids=lambda specimen: specimen.name)
 def test_the_parts_of_the_table_reproduce_the_model(specimen: Specimen) -> None:
     if specimen.module in WITHOUT_ANATOMY:

@@ -11,6 +11,8 @@ from tests.zoo.trial import Subject, pattern_named
 ZOO = {specimen.name: specimen for specimen in whole_zoo()}
 
 
+@pytest.mark.part(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v41", "iquestloopcoder", "olmo"])
 def test_a_model_whose_blocks_cannot_be_cut_is_stepped_through(name: str) -> None:
     subject = Subject(ZOO[name], "float32", 16)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 from tests.zoo.keeper import findings
 from tests.zoo.menagerie import Specimen, whole_zoo
 from tests.zoo.trial import Plan
@@ -19,6 +21,7 @@ class Deadly(Specimen):
         os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_difference_and_the_next_specimen_is_still_tried() -> None:
     llama = next(specimen for specimen in whole_zoo() if specimen.name == "llama")
     killed, fine = findings([Deadly("deadly", llama.config), llama], TINY)

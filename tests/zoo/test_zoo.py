@@ -90,11 +90,15 @@ def test_the_subset_has_every_kind_of_cache() -> None:
     assert kinds(tuple(ZOO)) - kinds(SUBSET) == set()
 
 
+@pytest.mark.part(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBSET)
 def test_an_architecture_of_each_kind_is_exact(name: str) -> None:
     check(ZOO[name], SOON)
 
 
+@pytest.mark.part(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_HALF)
 def test_some_are_exact_in_half_precision_too(name: str) -> None:
     check(ZOO[name], replace(SOON, dtypes=("bfloat16",)))
