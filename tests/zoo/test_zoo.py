@@ -10,46 +10,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.verify.certificate import Certificate
+from tests.zoo.choice import ONE_CACHE_OF_EACH_KIND, ONE_OF_EACH_KIND
 from tests.zoo.menagerie import Specimen, bare_model, missing_architectures, whole_zoo
 from tests.zoo.trial import Plan, examine, kind_of
 
 ZOO = {specimen.name: specimen for specimen in whole_zoo()}
-
-SUBSET = (
-    "afm7",
-    "baichuan_m1",
-    "bailing_hybrid",
-    "bailing_moe_v3",
-    "deepseek_v3, dense",
-    "deepseek_v32, dense",
-    "deepseek_v41",
-    "falcon_h1",
-    "gear",
-    "gemma3n",
-    "gemma4_text",
-    "gpt_oss",
-    "iquestloopcoder",
-    "kimi_linear",
-    "lfm2",
-    "llama",
-    "llama, sliding layers",
-    "llama4, dense",
-    "longcat_flash_ngram",
-    "mamba",
-    "mamba2",
-    "minimax_m3_vl",
-    "ministral3, sliding layers",
-    "mistral4",
-    "nanbeige, two loops",
-    "olmo",
-    "plamo2",
-    "qwen3, ring that keeps its first tokens",
-    "qwen3_5",
-    "qwen3_moe",
-    "recurrent_gemma",
-    "rwkv7",
-)
-"""One of each: kind of cache, way of remembering one, kind of token mixer, sharing of caches between layers."""
 
 IN_HALF = ("deepseek_v3, dense", "gear", "gemma4_text", "llama", "llama, sliding layers", "mamba2", "qwen3_5")
 
@@ -78,7 +43,7 @@ def test_no_architecture_of_the_installed_mlx_lm_is_missing() -> None:
     assert missing_architectures(list(ZOO.values())) == []
 
 
-def test_the_subset_has_every_kind_of_cache() -> None:
+def test_those_that_stand_for_all_have_every_kind_of_cache() -> None:
     def kinds(names: tuple[str, ...]) -> set[str]:
         found = set()
         for name in names:
@@ -86,13 +51,12 @@ def test_the_subset_has_every_kind_of_cache() -> None:
             found |= set(map(kind_of, caches))
         return found
 
-    assert len({ZOO[name].module for name in SUBSET}) >= 20
-    assert kinds(tuple(ZOO)) - kinds(SUBSET) == set()
+    assert len({ZOO[name].module for name in ONE_OF_EACH_KIND}) >= 20
+    assert kinds(tuple(ZOO)) == kinds(ONE_OF_EACH_KIND) == kinds(ONE_CACHE_OF_EACH_KIND)
 
 
-@pytest.mark.part(10)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUBSET)
+@pytest.mark.parametrize("name", ONE_CACHE_OF_EACH_KIND)
 def test_an_architecture_of_each_kind_is_exact(name: str) -> None:
     check(ZOO[name], SOON)
 
