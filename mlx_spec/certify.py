@@ -7,7 +7,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+
+from mlx import nn
 
 from mlx_spec.cache.adopt import Likeness, new_caches
 from mlx_spec.demo import demo_target_path
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Report:
     """What is found out about one model, printed as it is found."""
 
-    def __init__(self, model: Any, widths: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, widths: Sequence[int]) -> None:
         self._model = model
         self._widths = widths
         self._situation = Situation(Likeness(new_caches(model)))

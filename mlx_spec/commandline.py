@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from jinja2 import TemplateError
+from mlx import nn
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step as plain_generate_step
 from mlx_lm.models.cache import load_prompt_cache
@@ -123,7 +124,7 @@ def _truth(word: str) -> bool:
 class _Job:
     """One generation, loaded and checked: what the speculative and the plain run have in common."""
 
-    model: Any
+    model: nn.Module
     tokenizer: Any
     prompt_ids: list[int]
     args: argparse.Namespace

@@ -11,7 +11,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from mlx import nn
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
@@ -37,7 +39,7 @@ def load(
     adapter_path: str | None = None,
     lazy: bool = False,
     revision: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a target as mlx-lm does, and its tokenizer. The arguments are those of `mlx_lm.load`.
 
     Args:
@@ -72,7 +74,7 @@ def load(
     return model, tokenizer
 
 
-def load_without_tokenizer(path_or_id: str | Path) -> Any:
+def load_without_tokenizer(path_or_id: str | Path) -> nn.Module:
     """A target's model alone, its weights left on disk until they are used. Errors are those of `load`."""
     folder = _target_folder(path_or_id, None)
     with telling(folder):
@@ -124,7 +126,7 @@ def _target_folder(path_or_id: str | Path, revision: str | None) -> Path:
 
 def load_drafter(
     path_or_id: str | Path,
-    target: Any,
+    target: nn.Module | Target,
     kind: str | None = None,
     taps: Sequence[int] | None = None,
     quantize: Mapping[str, Any] | None = None,

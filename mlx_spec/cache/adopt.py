@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
@@ -59,7 +60,7 @@ def new_append_cache() -> Any:
     return KVCache()
 
 
-def new_caches(model: Any, max_kv_size: int | None = None) -> list[Any]:
+def new_caches(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
     """The caches mlx-lm would give this model, one per layer."""
     return list(make_prompt_cache(model, max_kv_size=max_kv_size))
 

@@ -8,14 +8,15 @@ from functools import partial, reduce
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.errors import UnknownAnatomy
 
-Transform = Callable[[Any, mx.array], mx.array]
+Transform = Callable[[nn.Module, mx.array], mx.array]
 """(text model, array) -> array. The text model is the module that owns the head."""
 
 
-def _unscaled(text_model: Any, array: mx.array) -> mx.array:
+def _unscaled(text_model: nn.Module, array: mx.array) -> mx.array:
     del text_model
     return array
 
@@ -44,16 +45,16 @@ class Anatomy:
     scale_embedding: Transform = _unscaled
     scale_logits: Transform = _unscaled
 
-    def part(self, model: Any, path: str | Transform) -> Any:
+    def part(self, model: nn.Module, path: str | Transform) -> Any:
         """What is at `path`, counted from the text model; a function comes bound to the text model."""
         text_model = _at(model, self.text)
         return _at(text_model, path) if isinstance(path, str) else partial(path, text_model)
 
-    def text_model(self, model: Any) -> Any:
+    def text_model(self, model: nn.Module) -> nn.Module:
         """The module that owns the head."""
         return self.part(model, "")
 
-    def head_module(self, model: Any) -> Any | None:
+    def head_module(self, model: nn.Module) -> nn.Module | None:
         """The output projection, or None when the embedding serves as head."""
         if not isinstance(self.head, str):
             return self.part(model, self.head)
@@ -77,56 +78,56 @@ def _divided_by(path: str) -> Transform:
 
 
 def _softcap(path: str) -> Transform:
-    def transform(text_model: Any, logits: mx.array) -> mx.array:
+    def transform(text_model: nn.Module, logits: mx.array) -> mx.array:
         cap = _at(text_model, path)
         return mx.tanh(logits / cap) * cap if cap else logits
 
     return transform
 
 
-def _times_sqrt_hidden(text_model: Any, embedded: mx.array) -> mx.array:
+def _times_sqrt_hidden(text_model: nn.Module, embedded: mx.array) -> mx.array:
     del text_model
     return embedded * embedded.shape[-1] ** 0.5
 
 
-def _times_rounded_sqrt_hidden(text_model: Any, embedded: mx.array) -> mx.array:
+def _times_rounded_sqrt_hidden(text_model: nn.Module, embedded: mx.array) -> mx.array:
     # gemma3 rounds the factor to bfloat16 first, whatever the weights' dtype.
     del text_model
     factor = mx.array(embedded.shape[-1] ** 0.5, mx.bfloat16)
     return embedded * factor.astype(embedded.dtype)
 
 
-def _afmoe_embedding(text_model: Any, embedded: mx.array) -> mx.array:
+def _afmoe_embedding(text_model: nn.Module, embedded: mx.array) -> mx.array:
     return _times_sqrt_hidden(text_model, embedded) if text_model.model.mup_enabled else embedded
 
 
-def _recurrent_gemma_embedding(text_model: Any, embedded: mx.array) -> mx.array:
+def _recurrent_gemma_embedding(text_model: nn.Module, embedded: mx.array) -> mx.array:
     return _times_sqrt_hidden(text_model, embedded) if text_model.model.scale_by_sqrt_dim else embedded
 
 
-def _falcon_h1_logits(text_model: Any, logits: mx.array) -> mx.array:
+def _falcon_h1_logits(text_model: nn.Module, logits: mx.array) -> mx.array:
     # An untied head has the factor folded into its weights.
     args = text_model.args
     return logits * (args.lm_head_multiplier / args.embedding_multiplier) if args.tie_word_embeddings else logits
 
 
-def _phi3small_embedding(text_model: Any, embedded: mx.array) -> mx.array:
+def _phi3small_embedding(text_model: nn.Module, embedded: mx.array) -> mx.array:
     factor = text_model.model.mup_embedding_multiplier
     return factor * embedded if factor else embedded
 
 
-def _phi3small_logits(text_model: Any, logits: mx.array) -> mx.array:
+def _phi3small_logits(text_model: nn.Module, logits: mx.array) -> mx.array:
     width = text_model.mup_width_multiplier
     masked = logits / width if width else logits + 0
     masked[..., text_model._dummy_tokenizer_ids] = -float("inf")
     return masked
 
 
-def _muse_glimmer_logits(text_model: Any, logits: mx.array) -> mx.array:
+def _muse_glimmer_logits(text_model: nn.Module, logits: mx.array) -> mx.array:
     return _softcap("args.final_logit_softcapping")(text_model, logits * text_model.args.output_multiplier)
 
 
-def _nanochat_logits(text_model: Any, logits: mx.array) -> mx.array:
+def _nanochat_logits(text_model: nn.Module, logits: mx.array) -> mx.array:
     del text_model
     return 15.0 * mx.tanh(logits / 15.0)
 
@@ -141,7 +142,7 @@ def _weightless_norm(eps: float | str) -> Transform:
     )
 
 
-def _minicpm_head(text_model: Any, normed: mx.array) -> mx.array:
+def _minicpm_head(text_model: nn.Module, normed: mx.array) -> mx.array:
     args = text_model.args
     if args.tie_word_embeddings:
         tied: mx.array = text_model.model.embed_tokens.as_linear(normed)
@@ -150,17 +151,17 @@ def _minicpm_head(text_model: Any, normed: mx.array) -> mx.array:
     return logits
 
 
-def _talkie_head(text_model: Any, normed: mx.array) -> mx.array:
+def _talkie_head(text_model: nn.Module, normed: mx.array) -> mx.array:
     logits: mx.array = text_model.lm_head_gain(normed @ text_model.lm_head.T)
     return logits
 
 
-def _muse_spark_norm(text_model: Any, hidden: mx.array) -> mx.array:
+def _muse_spark_norm(text_model: nn.Module, hidden: mx.array) -> mx.array:
     normed: mx.array = text_model.model.language_model.norm(hidden).astype(mx.bfloat16)
     return normed
 
 
-def _muse_spark_head(text_model: Any, normed: mx.array) -> mx.array:
+def _muse_spark_head(text_model: nn.Module, normed: mx.array) -> mx.array:
     head = text_model.lm_head
     logits = head(normed.astype(head.weight.dtype)).astype(mx.float32) * text_model.args.text.output_multiplier
     return _softcap("args.text.final_logit_softcapping")(text_model, logits)
@@ -345,7 +346,7 @@ WITHOUT_ANATOMY: dict[str, str] = {
 """Modules that cannot have a row, and why."""
 
 
-def architecture(model: Any) -> str:
+def architecture(model: nn.Module) -> str:
     """The mlx-lm module that defines the model's class, e.g. "llama"."""
     for base in type(model).__mro__:
         package, _, name = base.__module__.rpartition(".")
@@ -354,7 +355,7 @@ def architecture(model: Any) -> str:
     return type(model).__name__
 
 
-def anatomy_of(model: Any) -> Anatomy:
+def anatomy_of(model: nn.Module) -> Anatomy:
     """The table's row for a model.
 
     Raises:

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from mlx import nn
+
 lock = threading.RLock()
 """Held by whoever changes the class of a module, or what else is attached to a model. Reentrant: a model may be
 collected, and let go of what is attached, while another is attached in the same thread."""
@@ -41,7 +43,7 @@ def stack(swapped: type[Any]) -> Iterator[type[Any]]:
         swapped = vars(swapped)[_STANDS_ON]
 
 
-def swap_of(module: Any, kind: str) -> type[Any] | None:
+def swap_of(module: object, kind: str) -> type[Any] | None:
     """The swap of a kind that a module has, wherever in its stack; None where it has none."""
     return next((each for each in stack(type(module)) if vars(each)[_KIND] == kind), None)
 
@@ -53,7 +55,7 @@ def own_class(swapped: type[Any]) -> type[Any]:
     return swapped
 
 
-def unswap(modules: Iterable[Any]) -> None:
+def unswap(modules: Iterable[nn.Module]) -> None:
     """Give modules their own classes back, whatever stands on them and in whatever order it was put there."""
     with lock:
         for module in modules:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.model.swap import lock, swap_class, swap_of
 
@@ -31,7 +32,7 @@ def _recording_class(base: type[Any]) -> type[Any]:
     return swap_class(base, _TAP, __call__=call)
 
 
-def attach(layers: Sequence[Any]) -> None:
+def attach(layers: Sequence[nn.Module]) -> None:
     """Let these layers be recorded. Attaching twice is attaching once.
 
     Only the class of each instance changes: the parameter tree, the attributes and the quantization
@@ -40,11 +41,11 @@ def attach(layers: Sequence[Any]) -> None:
     with lock:
         for layer in layers:
             if swap_of(layer, _TAP) is None:
-                layer.__class__ = _recording_class(type(layer))  # type: ignore[arg-type]
+                layer.__class__ = _recording_class(type(layer))
 
 
 @contextmanager
-def recording(layers: Sequence[Any]) -> Iterator[list[mx.array]]:
+def recording(layers: Sequence[nn.Module]) -> Iterator[list[mx.array]]:
     """Record the outputs of attached layers over one forward.
 
     Args:

@@ -44,7 +44,7 @@ class Target:
         has_weights: False while there are only shapes, so that nothing can be computed.
     """
 
-    def __init__(self, model: Any, has_weights: bool = True) -> None:
+    def __init__(self, model: nn.Module, has_weights: bool = True) -> None:
         self.model = model
         self.has_weights = has_weights
         self.name = architecture(model)

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models import base, ssm
 
 from mlx_spec.cache.append import AppendJournal
@@ -61,7 +62,7 @@ class Bindings:
     def __init__(self) -> None:
         self._places: set[Place] = set()
 
-    def attach(self, model: Any) -> Bound:
+    def attach(self, model: nn.Module) -> Bound:
         """Bind what a model's classes call. Attaching twice is attaching once."""
         names, kinds, refused = [], [], []
         with lock:
@@ -104,7 +105,7 @@ def owners() -> set[Bindings]:
         return set().union(*_claims.values())
 
 
-def _places_of(model: Any) -> list[tuple[ModuleType, str]]:
+def _places_of(model: nn.Module) -> list[tuple[ModuleType, str]]:
     """The modules of mlx-lm that a model's classes, and those they derive from, find a name in; with the name."""
     classes = {base_class for part in model.modules() for base_class in type(part).__mro__}
     homes = {named.home.__name__ for named in NAMES.values()}

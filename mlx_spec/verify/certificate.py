@@ -8,6 +8,8 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+from mlx import nn
+
 from mlx_spec.cache.base import Drive
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK
@@ -31,7 +33,7 @@ class Certificate:
         failure: what the model raised on a block, None if it took all that were tried.
     """
 
-    def __init__(self, model: Any, situation: Situation, ops: OpTable, bindings: Bindings) -> None:
+    def __init__(self, model: nn.Module, situation: Situation, ops: OpTable, bindings: Bindings) -> None:
         self.failure: str | None = None
         self._verdicts: dict[tuple[int, Drive], bool] = {}
         self._read: dict[Probe, list[Any]] = {}
@@ -113,11 +115,11 @@ class Certificate:
             self.failure = f"{type(error).__name__}: {error}"
             return False
 
-    def _all_trials(self, model: Any) -> list[Trial]:
+    def _all_trials(self, model: nn.Module) -> list[Trial]:
         starts = [(probe, None) for probe in PROBES]
         return [self._trial(model, *start) for start in (*starts, *((PROBES[0], at) for at in self._situation.starts))]
 
-    def _trial(self, model: Any, probe: Probe, length: int | None) -> Trial:
+    def _trial(self, model: nn.Module, probe: Probe, length: int | None) -> Trial:
         likeness = self._situation.caches
         if probe not in self._read:
             self._read[probe] = evaluated(probe.read(model, likeness))

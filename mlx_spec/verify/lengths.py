@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx import nn
+
 
 def _rotated_from_the_end(rope: Any) -> int:
     """Beyond its length, this rope takes the base of the rotation from the end of the block, not from the position."""
@@ -23,7 +25,7 @@ _LIMITS: Mapping[str, Callable[[Any], int | None]] = {
 """Class of a module -> tokens up to which a block does with each position what it does with one that comes alone."""
 
 
-def block_limit(model: Any) -> int | None:
+def block_limit(model: nn.Module) -> int | None:
     """Tokens up to which a block computes each position as if it came alone; None when there is no such limit.
 
     No probe of a short text can see what is beyond.

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf, journals_of
@@ -25,7 +26,7 @@ _MIX = "mix"
 """Kind of the swap."""
 
 
-def attach(model: Any) -> int:
+def attach(model: nn.Module) -> int:
     """Find a model's mixers by tracing one forward and swap their classes. Attaching twice is attaching once.
 
     Returns:
@@ -60,7 +61,7 @@ def mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
     return swap_class(base, _MIX, __call__=call, **{RUNS_AGAIN: runs_again})
 
 
-def _trace(model: Any) -> tuple[list[Any], set[int]]:
+def _trace(model: nn.Module) -> tuple[list[Any], set[int]]:
     """The mixers, in calling order, found by running one token through fresh caches; ids of those that run again."""
     layers = {id(layer) for layer in model.layers}
     stack: list[tuple[Any, bool]] = []
@@ -89,7 +90,7 @@ def _trace(model: Any) -> tuple[list[Any], set[int]]:
     return [*mixers.values(), *fed_layers.values(), *_readers(model, mixers)], run_again
 
 
-def _readers(model: Any, mixers: dict[int, Any]) -> list[Any]:
+def _readers(model: nn.Module, mixers: dict[int, Any]) -> list[Any]:
     """In layers without a cache of their own, what elsewhere is a mixer: it reads the keys of another one."""
     kinds = {type(mixer) for mixer in mixers.values()}
     found: list[Any] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from mlx import nn
 
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.choose import Subject, choose, distinct
@@ -28,7 +28,7 @@ class OpTable:
         self._plans: dict[int, Plan] = {}
         self._attention: dict[tuple[AttentionCall, KeyStretch], str] = {}
 
-    def plan(self, model: Any, width: int) -> Plan:
+    def plan(self, model: nn.Module, width: int) -> Plan:
         """What the model's ops do in a verify call of `width` tokens."""
         if width not in self._plans:
             subjects = self.subjects(model)
@@ -56,7 +56,7 @@ class OpTable:
             self._attention[call, stretch] = known
         return self._attention[call, stretch]
 
-    def subjects(self, model: Any) -> dict[int, Subject]:
+    def subjects(self, model: nn.Module) -> dict[int, Subject]:
         """Every op as the model calls it: id of its module -> subject."""
         if self._subjects is None:
             self._subjects = find_subjects(model)

@@ -13,6 +13,7 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.model.anatomy import architecture
 from mlx_spec.model.swap import lock, swap_class
@@ -30,7 +31,7 @@ class Product(NamedTuple):
     owner: str
     matrix: str
 
-    def holder(self, model: Any) -> Any:
+    def holder(self, model: nn.Module) -> Any:
         """The module that holds the matrix."""
         return reduce(getattr, self.owner.split(".") if self.owner else [], model)
 
@@ -44,7 +45,7 @@ PRODUCTS: dict[str, Product] = {
 """mlx-lm module name -> the product in its forward. Declared by hand; a model that makes none is none the worse."""
 
 
-def product_of(model: Any) -> Product | None:
+def product_of(model: nn.Module) -> Product | None:
     """The product that a model's architecture makes, if it makes one."""
     return PRODUCTS.get(architecture(model))
 
@@ -103,7 +104,7 @@ _watch: ContextVar[object | None] = ContextVar("mlx_spec_watched_product", defau
 
 
 @contextmanager
-def watched(model: Any, multiplied: Callable[[Any, HeldMatrix, mx.array], None]) -> Iterator[None]:
+def watched(model: nn.Module, multiplied: Callable[[Any, HeldMatrix, mx.array], None]) -> Iterator[None]:
     """Report (module, the matrix it holds, rows) of the product that a model makes in this context.
 
     Nothing can be attached to any model meanwhile.

@@ -7,6 +7,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from mlx import nn
+
 from mlx_spec.environment import certificate_folder
 from mlx_spec.model.swap import unswap
 from mlx_spec.verify.bindings import Bindings
@@ -31,7 +33,7 @@ class ModelRecord:
         tokenizer: what `mlx_spec.load` gave with the model; None where the model came another way.
     """
 
-    def __init__(self, model: Any, folder: Path | None = None) -> None:
+    def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
         self.bindings = Bindings()
         self.tokenizer: Any = None
         self._model = weakref.ref(model)
@@ -41,7 +43,7 @@ class ModelRecord:
         self._lock = threading.RLock()
         weakref.finalize(model, self.bindings.release)
 
-    def is_of(self, model: Any) -> bool:
+    def is_of(self, model: nn.Module) -> bool:
         """Whether this is the record of that very object."""
         return self._model() is model
 
@@ -83,7 +85,7 @@ _records_lock = threading.RLock()
 """Reentrant: a model may be collected, and its record go, while the record of another is looked up."""
 
 
-def record_of(model: Any) -> ModelRecord:
+def record_of(model: nn.Module) -> ModelRecord:
     """The record of a model in this process, made when it is first asked for; it goes with the model."""
     with _records_lock:
         record = _records.get(id(model))
@@ -93,12 +95,12 @@ def record_of(model: Any) -> ModelRecord:
         return record
 
 
-def detach(model: Any) -> None:
+def detach(model: nn.Module) -> None:
     """Give a model back as it was; see `ModelRecord.detach`."""
     record_of(model).detach()
 
 
-def forget(model: Any) -> None:
+def forget(model: nn.Module) -> None:
     """Detach a model and drop what is known of it; what is on disk stays there."""
     with _records_lock:
         record = _records.pop(id(model), None)

@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.cache.base import Drive
 from mlx_spec.model.swap import lock, own_class, swap_class, swap_of
@@ -132,7 +133,7 @@ def verifying(plan: Plan | None) -> Iterator[None]:
         _plan.reset(token)
 
 
-def attach(model: Any, plan: Plan) -> None:
+def attach(model: nn.Module, plan: Plan) -> None:
     """Let the modules of a plan be routed. Outside `verifying` they compute what they always did."""
     remember(model)
     with lock:
@@ -143,7 +144,7 @@ def attach(model: Any, plan: Plan) -> None:
                 module.__class__ = made
 
 
-def remember(model: Any) -> None:
+def remember(model: nn.Module) -> None:
     """Let the linear maps in mixers that run again, where these are attached, answer from the first run."""
     with lock:
         mixers = [module for module in model.modules() if getattr(type(module), RUNS_AGAIN, False)]

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.model.swap import own_class
@@ -20,7 +21,7 @@ from mlx_spec.verify.trace import watched
 _TRACED_TOKENS = 3
 
 
-def find_subjects(model: Any) -> dict[int, Subject]:
+def find_subjects(model: nn.Module) -> dict[int, Subject]:
     """Every op of a model as the model calls it: id of the module -> subject.
 
     Found by tracing one forward over a token and one over three; what differs between the shapes tells which axis
@@ -52,7 +53,7 @@ class _Seen(NamedTuple):
     stock: Any
 
 
-def _calls(model: Any, tokens: int) -> dict[int, _Seen]:
+def _calls(model: nn.Module, tokens: int) -> dict[int, _Seen]:
     """The first call of every op in a forward over some tokens."""
     seen: dict[int, _Seen] = {}
     classes = {id(module): own_class(type(module)) for module in model.modules()}
@@ -86,7 +87,7 @@ def _maker(own: type[Any], method: str, module: Any, holds_others: bool) -> type
     return WeightedModule if matrices and not hasattr(module, "stride") else None
 
 
-def _holders_of_others(model: Any) -> set[int]:
+def _holders_of_others(model: nn.Module) -> set[int]:
     """Modules that have modules of their own: their matrices are used together with those, so they are no single op."""
     return {id(module) for module in model.modules() if len(module.modules()) > 1}
 

@@ -24,7 +24,7 @@ _watch: ContextVar[object | None] = ContextVar("mlx_spec_watch", default=None)
 
 
 @contextmanager
-def watched(model: Any, entered: Entered, left: Callable[[], Any] = lambda: None) -> Iterator[None]:
+def watched(model: nn.Module, entered: Entered, left: Callable[[], Any] = lambda: None) -> Iterator[None]:
     """Report every call of a submodule, and every use of an embedding as a head, that is made in this context.
 
     Nothing can be attached to any model meanwhile: what stands under a watch must be there when it ends.

@@ -6,6 +6,7 @@ import copy
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx import nn
 
 from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, runs_again, stretch, visible_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
@@ -67,7 +68,7 @@ class Probe(NamedTuple):
         places = range(start, start + count)
         return mx.array([[(self.stride * place + 3) % self.modulus for place in places]])
 
-    def read(self, model: Any, likeness: Likeness) -> list[Any]:
+    def read(self, model: nn.Module, likeness: Likeness) -> list[Any]:
         """Caches that have read it, in one forward or, where a model takes no more, token by token; not evaluated."""
         for step in (self.tokens, 1):
             caches = likeness.fresh()
@@ -105,7 +106,7 @@ class Trial:
         self._logits: list[mx.array] = []
         self._states: list[list[mx.array]] = []
 
-    def equal(self, model: Any, width: int, route: Route) -> bool:
+    def equal(self, model: nn.Module, width: int, route: Route) -> bool:
         """Whether the block's rows are the steps', and the caches it leaves those of as many steps as are kept.
 
         Where a shorter part of the block is kept by running mixers again, every length is tried.
@@ -118,7 +119,7 @@ class Trial:
             parts = {1, width - 1, width}
         return all(self._equal_keeping(model, width, count, route) for count in sorted(parts, reverse=True))
 
-    def _equal_keeping(self, model: Any, width: int, retained: int, route: Route) -> bool:
+    def _equal_keeping(self, model: nn.Module, width: int, retained: int, route: Route) -> bool:
         caches = copy.deepcopy(self._start)
         with SpeculativeCacheTransaction(caches, width, drive=route.drive) as tx:
             with verifying(route.plan):
@@ -130,7 +131,7 @@ class Trial:
             tx.commit(retained)
         return all(map(same_bits, visible_arrays(caches), self._states[retained - 1]))
 
-    def _step_to(self, model: Any, width: int) -> None:
+    def _step_to(self, model: nn.Module, width: int) -> None:
         """One-token forwards until there are `width` of them."""
         while len(self._logits) < width:
             ids = self._probe.ids(self._probe.tokens + len(self._logits), 1)
@@ -152,7 +153,7 @@ def evaluated(caches: list[Any]) -> list[Any]:
     return caches
 
 
-def attention_calls(model: Any, likeness: Likeness, width: int, route: Route) -> list[AttentionCall]:
+def attention_calls(model: nn.Module, likeness: Likeness, width: int, route: Route) -> list[AttentionCall]:
     """How the model attends with a block, each kind of call once, as far as its attention is bound.
 
     Cost:
@@ -170,7 +171,7 @@ def attention_calls(model: Any, likeness: Likeness, width: int, route: Route) ->
     return noted.calls
 
 
-def require_cuttable(model: Any, width: int, likeness: Likeness) -> None:
+def require_cuttable(model: nn.Module, width: int, likeness: Likeness) -> None:
     """Raise unless the model takes a block of `width` tokens of which a single one can be kept. Evaluates nothing.
 
     Raises:

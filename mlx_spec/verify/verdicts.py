@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -108,7 +109,7 @@ def _short(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def facts_of(model: Any) -> dict[str, str]:
+def facts_of(model: nn.Module) -> dict[str, str]:
     """Everything that decides which routes are equal: versions, device, system, and the make of the model."""
     device = mx.device_info()
     return {
@@ -123,7 +124,7 @@ def facts_of(model: Any) -> dict[str, str]:
     }
 
 
-def make_of(model: Any) -> str:
+def make_of(model: nn.Module) -> str:
     """A digest of classes, settings, shapes and dtypes, of everything but the values of the weights."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
