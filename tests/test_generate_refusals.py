@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -22,7 +21,6 @@ from mlx_spec.errors import (
     UnknownAnatomy,
     UnsupportedOption,
 )
-from mlx_spec.generate import _KIND_OF_METHOD
 from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
 from tests.checkpoints import ascii_tokenizer, tiny_model
 from tests.drafters import eagle3_files
@@ -110,10 +108,7 @@ def test_a_language_model_with_another_vocabulary_is_refused_with_both_sizes() -
     refuse(IncompatiblePair, "vocabulary of 41", "96", draft_model=tiny_model(1, vocab_size=41))
 
 
-def test_a_method_that_no_speculator_of_the_target_runs_lists_those_that_are_declared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules["mlx_spec.generate"]._KIND_OF_METHOD, "mtp", "mtp")
+def test_a_method_that_no_speculator_of_the_target_runs_lists_those_that_are_declared() -> None:
     drafter = TappingDrafter((1, 2, 3), VOCAB, (0,))
     drafter.architecture = "LlamaForCausalLMEagle3"
     refuse(
@@ -232,9 +227,12 @@ def test_every_field_is_either_built_or_refused() -> None:
     assert set(SpeculativeConfig.model_fields) == built | set(UNBUILT)
 
 
-def test_every_method_is_a_kind_of_drafter() -> None:
-    assert set(_KIND_OF_METHOD) == set(get_args(SpeculativeMethod))
-    assert set(_KIND_OF_METHOD.values()) <= set(KNOWN_DRAFTER_KINDS)
+@pytest.mark.parametrize("method", get_args(SpeculativeMethod))
+def test_every_method_is_a_kind_of_drafter(method: SpeculativeMethod) -> None:
+    config = SpeculativeConfig(speculative_method=method)
+    with pytest.raises(InvalidRequest, match=f"speculative_method='{method}' means draft_kind='") as caught:
+        generate_step(mx.array(PROMPT), MODEL, draft_model="ngram", draft_kind="none of them", speculative=config)
+    assert str(caught.value).split("draft_kind='")[1].split("'")[0] in KNOWN_DRAFTER_KINDS
 
 
 CONFLICTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

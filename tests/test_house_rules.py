@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from itertools import dropwhile, takewhile
@@ -19,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = sorted((ROOT / "mlx_spec").rglob("*.py"))
-PYTHON = PACKAGE + sorted(path for part in ("tests", "scripts") for path in (ROOT / part).rglob("*.py"))
+OUTSIDE = sorted(path for part in ("tests", "scripts") for path in (ROOT / part).rglob("*.py"))
+PYTHON = PACKAGE + OUTSIDE
 KERNELS = sorted((ROOT / "metal").rglob("*.metal"))
 
 MAX_FILE_LINES = 500
@@ -31,7 +33,29 @@ SHAPED_LIKE_MLX_LM = ("generate", "stream_generate", "generate_step", "speculati
 
 READS_ENVIRONMENT = ("mlx_spec/generate.py", "mlx_spec/commandline.py", "mlx_spec/environment.py")
 NAMES_CACHE_CLASSES = ("mlx_spec/cache/adopt.py",)
+FOREIGN = {
+    "argparse": ("_actions",),
+    "mlx_lm": ("_attn_res_mix", "_dummy_tokenizer_ids", "_get_classes", "_idx", "_temporal_order"),
+    "namedtuple": ("_asdict", "_replace"),
+    "os": ("_exit",),
+    "pytest": ("_arggroup",),
+    "sys": ("_getframe",),
+}
+"""Private names of others, by owner, without which a test could not be."""
+
+NOT_YET = (
+    "tests/drafters/",
+    "tests/tiny_mtp.py",
+    "tests/rounds/test_eagle3_variants.py",
+    "tests/hazards/test_rollback.py",
+)
+"""Where private names of our own are still reached for."""
+
 NAMELESS = ("utils", "util", "common", "helper", "helpers", "misc")
+
+OWN_OBJECT = ("self", "cls")
+BY_STRING = ("getattr", "setattr", "delattr", "hasattr", "patch", "object")
+"""What is told by a string which attribute to reach: builtins, methods of monkeypatch, `mock.patch` and `.object`."""
 
 MLX_LM_CACHES = frozenset(
     name
@@ -122,7 +146,36 @@ def nameless_files(source: str, path: str = "") -> list[str]:
     return [part for part in Path(path).with_suffix("").parts if part.strip("_") in NAMELESS]
 
 
+def private_reaches(source: str, path: str = "") -> list[str]:
+    """Private names of others: as attributes, in imports, and in strings that say which attribute to read or replace.
+
+    What a test reaches by such a name, no change of the inside can leave alone.
+    """
+    if path.startswith(NOT_YET):
+        return []
+    spelled: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in OWN_OBJECT):
+            spelled.append(node.attr)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            spelled += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Call) and _called(node) in BY_STRING:
+            spelled += [given.value for given in node.args if isinstance(given, ast.Constant)]
+    names = [part for name in spelled if isinstance(name, str) for part in name.split(".")]
+    return [name for name in names if _is_private(name) and name not in itertools.chain(*FOREIGN.values())]
+
+
+def _called(call: ast.Call) -> str:
+    """Name of the function or method."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
 Rule = Callable[[str, str], list[str]]
+OUTSIDE_RULES: list[Rule] = [private_reaches]
 PACKAGE_RULES: list[Rule] = [environment_reads, cache_class_names]
 EVERYWHERE_RULES: list[Rule] = [long_functions, wide_functions, private_exports, nameless_files]
 
@@ -147,6 +200,11 @@ def test_rule_holds_in_the_package(rule: Rule) -> None:
     assert findings(rule, PACKAGE) == []
 
 
+@pytest.mark.parametrize("rule", OUTSIDE_RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds_in_tests_and_scripts(rule: Rule) -> None:
+    assert findings(rule, OUTSIDE) == []
+
+
 def arguments(count: int) -> str:
     return ", ".join(f"a{i}" for i in range(count))
 
@@ -167,6 +225,15 @@ def arguments(count: int) -> str:
         (cache_class_names, "", "from mlx_lm.models.cache import KVCache", "from mlx_lm.models import cache"),
         (cache_class_names, "", "x = cache.RotatingKVCache", "x = cache.offset"),
         (cache_class_names, "", "type(c).__name__ == 'ArraysCache'", "'''Says what a KVCache is.'''"),
+        (private_reaches, "", "x = tx._journals", "x = self._journals + cls._all"),
+        (private_reaches, "", "x = self.tx._journals", "x = tx.__dict__, tx.caches, _"),
+        (private_reaches, "", "make()._made.cache_clear()", "x = shape._replace(keys=3)"),
+        (private_reaches, "", "from mlx_spec.generate import _kinds", "from mlx_lm.utils import _get_classes"),
+        (private_reaches, "", "import mlx_spec._inside as inside", "from __future__ import annotations"),
+        (private_reaches, "", "patch.setattr(adopt, '_KEPT', {})", "patch.setattr(adopt, 'leaves', '_')"),
+        (private_reaches, "", "patch.setattr('mlx_spec.generate._kinds', {})", "say('_kinds')"),
+        (private_reaches, "", "with mock.patch.object(adopt, '_KEPT', {}): ...", "with mock.patch('os.environ'): ..."),
+        (private_reaches, "", "delattr(tx, '_journals')", "x = getattr(model, '_dummy_tokenizer_ids', None)"),
         (nameless_files, "mlx_spec/utils.py", "", None),
         (nameless_files, "tests/common/test_a.py", "", None),
         (nameless_files, "mlx_spec/_helpers.py", "", None),

@@ -280,7 +280,8 @@ class KVQuantization:
         """
         if self.bits is None:
             return None
-        lengths = [cache.offset for cache in caches if type(cache) is KVCache and cache.offset < self.start]
+        # As mlx-lm asks, not by class: it converts subclasses too.
+        lengths = [cache.offset for cache in caches if hasattr(cache, "to_quantized") and cache.offset < self.start]
         return self.start - max(lengths) if lengths else None
 
     def convert(self, caches: list[Any]) -> bool:

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mlx_spec.environment import mlx_settings
 from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
 
-_FORMAT = 2
-"""Another one where routes were added: what was found before them may be slower than need be."""
+FORMAT = 2
+"""Of the file. Another one where routes were added: what was found before them may be slower than need be."""
 
 
 class Findings(BaseModel):
@@ -113,7 +113,7 @@ def facts_of(model: nn.Module) -> dict[str, str]:
     """Everything that decides which routes are equal: versions, device, system, and the make of the model."""
     device = mx.device_info()
     return {
-        "format": str(_FORMAT),
+        "format": str(FORMAT),
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
         "device": f"{mx.default_device()} {device.get('architecture', '')} {device.get('device_name', '')}",

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.cache.base import Drive
+from mlx_spec.cache.base import Drive, journals_of
 from mlx_spec.verify import mixers, routes
 from mlx_spec.verify.record import detach
 from tests.cache import kinds
@@ -254,24 +254,26 @@ def test_an_undoing_that_is_interrupted_is_completed_by_the_next(name: str, monk
     assert raised > 5
 
 
-def test_every_layer_is_restored_though_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", range(3))
+def test_every_layer_is_restored_though_one_cannot_be(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = [KINDS[name].filled(range(7)) for name in ("ring", "kv", "chunked")]
     want = independent_copy(caches)
     tx = SpeculativeCacheTransaction(caches, WIDTH)
     for leaf in tx.caches:
         append(leaf, BLOCK[:1])
     tx.mark(1)
-    stuck = type(tx._journals[0]).restore
+    (journal,) = journals_of(tx.caches[place])
 
-    def fails(journal: Any) -> None:
+    def fails() -> None:
         raise Fault("told to")
 
-    monkeypatch.setattr(type(tx._journals[0]), "restore", fails)
-    with pytest.raises(Fault):
-        tx.abort()
+    with monkeypatch.context() as stuck:
+        stuck.setattr(journal, "restore", fails)
+        with pytest.raises(Fault):
+            tx.abort()
     assert tx.active
-    assert_same_cache(caches[1:], want[1:])
-    monkeypatch.setattr(type(tx._journals[0]), "restore", stuck)
+    others = [layer for layer in range(3) if layer != place]
+    assert_same_cache([caches[layer] for layer in others], [want[layer] for layer in others])
     tx.abort()
     assert not tx.active
     assert_same_cache(caches, want)

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction
+from mlx_spec.cache.base import journals_of
 from mlx_spec.errors import TransactionError
 from tests.cache.kinds import GROWTH, KINDS, RING, Kind, UnknownCache, append
 from tests.oracle import independent_copy
@@ -452,7 +453,8 @@ def test_a_commit_that_fails_half_way_undoes_every_layer(monkeypatch: pytest.Mon
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tx._journals[2], "plan", lambda retained: interrupted)
+    (last,) = journals_of(tx.caches[2])
+    monkeypatch.setattr(last, "plan", lambda retained: interrupted)
     with pytest.raises(KeyboardInterrupt):
         tx.commit(2)
     assert not tx.active

@@ -107,12 +107,12 @@ class BlockedAttention:
         alone = as_alone(self._rules, shape, causal=mask is not None)
         if all(alone):
             return self._stock.attention(q, k, v, **given)
-        blocked = self._blocked(q, k, v, given, kernel_for(self._rules, shape).blocks)
+        blocked = self.in_blocks(q, k, v, given, kernel_for(self._rules, shape).blocks)
         if not any(alone):
             return blocked
         return mx.where(mx.array(alone)[:, None], self._stock.attention(q, k, v, **given), blocked)
 
-    def _blocked(self, q: mx.array, k: mx.array, v: mx.array, given: dict[str, Any], blocks: int) -> mx.array:
+    def in_blocks(self, q: mx.array, k: mx.array, v: mx.array, given: dict[str, Any], blocks: int) -> mx.array:
         """[B, H, L, Dv] attention over keys dealt to `blocks` blocks in turn."""
         batch, heads, length, _ = q.shape
         key_heads, keys = k.shape[-3], k.shape[-2]

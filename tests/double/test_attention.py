@@ -139,11 +139,11 @@ def test_kernels_follow_the_table() -> None:
 def test_a_query_depends_on_its_own_keys_and_the_number_of_blocks(blocks: int) -> None:
     attention = BlockedAttention(GEN13.attention, Stock.now())
     case = Case(9, 70)
-    together = attention._blocked(case.q, case.k, case.v, {"scale": SCALE, "mask": "causal"}, blocks)
+    together = attention.in_blocks(case.q, case.k, case.v, {"scale": SCALE, "mask": "causal"}, blocks)
     for row in (0, 4):
         end = 70 - 8 + row
         cut = [case.q[:, :, : row + 1], case.k[:, :, :end], case.v[:, :, :end]]
-        fewer = attention._blocked(*cut, {"scale": SCALE, "mask": "causal"}, blocks)
+        fewer = attention.in_blocks(*cut, {"scale": SCALE, "mask": "causal"}, blocks)
         assert_same_bits(fewer, together[:, :, : row + 1], f"{row + 1} of 9 queries")
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
 
 from mlx_spec.ops.attention import AttentionCall, QueryBlock
-from mlx_spec.ops.base import Rows
-from mlx_spec.ops.linear import DenseLinear
+from mlx_spec.ops.base import Op, Rows
+from mlx_spec.ops.linear import BATCH_AXIS, DenseLinear
 from mlx_spec.ops.packed import PackedLinear
-from mlx_spec.verify.mix import Mix
 from mlx_spec.verify.routes import STEP_THROUGH
 from tests.double import PATTERNS, double
+from tests.mixer_calls import refuse_positions
 from tests.zoo.menagerie import Specimen, whole_zoo
 from tests.zoo.trial import Subject, pattern_named
 
@@ -208,50 +210,48 @@ def test_a_tied_head_of_llama4_is_verified_in_blocks() -> None:
 # Routes that break
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
-    """Let a method return something an ulp off."""
-    sound = getattr(owner, name)
-
-    def spoiled(self: Any, rows: Rows) -> mx.array:
-        out = sound(self, rows)
-        bits = {4: mx.uint32, 2: mx.uint16}[out.dtype.size]
-        raw = out.view(bits)
-        raw[..., 0] += 1
-        return raw.view(out.dtype)
-
-    monkeypatch.setattr(owner, name, spoiled)
+def an_ulp_off(out: mx.array) -> mx.array:
+    raw = out.view({4: mx.uint32, 2: mx.uint16}[out.dtype.size])
+    raw[..., 0] += 1
+    return raw.view(out.dtype)
 
 
-def fails(self: Any, *args: Any) -> Any:
+def fails(out: mx.array) -> mx.array:
     raise RuntimeError("no such kernel on this device")
 
 
-@pytest.mark.parametrize("broken", ["an ulp off", "raises"])
+BROKEN = {"an ulp off": an_ulp_off, "raises": fails}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, op: type[Op], name: str, broken: Callable[[mx.array], mx.array]) -> None:
+    """Let one way of a kind of op pass its result through `broken`."""
+    sound = op.ways
+
+    def ways(self: Op) -> dict[str, Callable[[Rows], Any]]:
+        found = sound(self)
+        way = found[name]
+        return found | {name: lambda rows: broken(way(rows))}
+
+    monkeypatch.setattr(op, "ways", ways)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("model", ["llama", "hybrid"])
 def test_a_broken_route_of_linears_costs_the_route_and_no_token(
     model: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if broken == "raises":
-        monkeypatch.setattr(DenseLinear, "_batched", fails)
-    else:
-        spoil(monkeypatch, DenseLinear, "_batched")
+    spoil(monkeypatch, DenseLinear, BATCH_AXIS, BROKEN[broken])
     taken = check(Specimen(model, MODELS[model]), "gen15", (5,))
     assert all("linear row by row" in route and "batch axis" not in route for route in taken)
 
 
-@pytest.mark.parametrize("broken", ["an ulp off", "raises"])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_broken_chunks_of_queries_cost_the_route_and_no_token(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = QueryBlock.in_chunks
 
     def spoiled(self: QueryBlock, size: int) -> mx.array:
         out = sound(self, size)
-        if size == 1:
-            return out
-        if broken == "raises":
-            raise RuntimeError("no such kernel on this device")
-        raw = out.view(mx.uint32)
-        raw[..., 0] += 1
-        return raw.view(out.dtype)
+        return out if size == 1 else BROKEN[broken](out)
 
     monkeypatch.setattr(QueryBlock, "in_chunks", spoiled)
     (route,) = check(Specimen("grouped", GROUPED), "gen13", (5,))
@@ -271,16 +271,13 @@ def test_chunks_that_only_the_model_shows_to_be_unequal_cost_the_route_and_no_to
 
 
 def test_a_broken_route_of_quantized_linears_costs_the_route_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, PackedLinear, "_batched")
+    spoil(monkeypatch, PackedLinear, BATCH_AXIS, an_ulp_off)
     taken = check(quantized("llama", "affine", 4, 32), "gen15", (5,))
     assert all("quantized linear row by row" in route for route in taken)
 
 
 def test_a_broken_way_of_mixers_costs_the_block_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Any, start: int, stop: int) -> Any:
-        raise ValueError("shapes do not fit")
-
-    monkeypatch.setattr(Mix, "_cut", refused)
+    refuse_positions(monkeypatch, DeepseekV3Attention)
     with double(PATTERNS["gen15"]):
         subject = Subject(named("deepseek_v3, dense"), "float32", 20)
         statistics, difference = subject.speculate(0, 5, pattern_named("full"), 20)

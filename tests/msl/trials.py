@@ -213,10 +213,16 @@ def gated_delta(full: bool) -> Iterator[Case]:
     chosen = choices if full else choices[::5]
     for seed, (dtype, vector, masked) in enumerate(chosen):
         for shape in shapes if full else shapes[seed % 2 :: 2]:
-            yield from _delta_cases(_delta_block(shape, dtype, (vector, masked), seed))
+            yield from _delta_cases(delta_block(shape, dtype, (vector, masked), seed))
 
 
-def _delta_block(shape: tuple[int, ...], dtype: mx.Dtype, kind: tuple[bool, bool], seed: int) -> DeltaBlock:
+def delta_block(shape: tuple[int, ...], dtype: mx.Dtype, kind: tuple[bool, bool], seed: int) -> DeltaBlock:
+    """A random block, its inputs views among NaN.
+
+    Args:
+        shape: batch, tokens, key heads, heads, columns and values of a head.
+        kind: whether each column has a gate of its own; whether some tokens are masked.
+    """
     batch, tokens, key_heads, heads, columns, values = shape
     vector, masked = kind
     keys = mx.random.split(mx.random.key(seed), 7)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as stock_generate_step
+from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_spec import Statistics, generate_step
@@ -20,6 +21,7 @@ from mlx_spec.verify import mixers
 from mlx_spec.verify.record import detach
 from mlx_spec.verify.routes import STEP_THROUGH
 from tests.bits import assert_same_bits
+from tests.mixer_calls import MixerCall, before_each_call, refuse_positions
 from tests.oracle import assert_same_output, independent_copy
 from tests.same_cache import assert_same_cache
 from tests.scripted import AlternatingDrafter
@@ -113,10 +115,7 @@ def test_a_mixer_that_refuses_a_position_costs_speed_and_no_token(monkeypatch: p
     warm = list(generate_step(mx.array(PROMPT), model, max_tokens=9, draft_model=drafter, draft_block_size=5))
     assert_same_output(warm, run, 9)
 
-    def refused(self: Any, start: int, stop: int) -> Any:
-        raise ValueError("shapes do not fit")
-
-    monkeypatch.setattr(mixers.Mix, "_cut", refused)
+    refuse_positions(monkeypatch, gemma3_text.Attention)
     statistics, caches = Statistics(), mix.new_cache()
     out = list(
         generate_step(
@@ -158,14 +157,15 @@ def test_a_prompt_chunk_is_read_as_mlx_lm_reads_it(monkeypatch: pytest.MonkeyPat
     model = mix.model()
     mixers.attach(model)
     prompt = [(5 * position + 2) % VOCAB for position in range(40)]
-    positions: list[int] = []
-    single = mixers.Mix._positions
-    monkeypatch.setattr(mixers.Mix, "_positions", lambda self, count: positions.append(count) or single(self, count))
+    calls: list[MixerCall] = []
+    before_each_call(monkeypatch, gemma3_text.Attention, calls.append)
     caches, stock = mix.new_cache(), copy.deepcopy(mix.new_cache())
     list(generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=caches, prefill_step_size=16))
+    ours, calls[:] = list(calls), []
     list(stock_generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=stock, prefill_step_size=16))
     assert_same_cache(caches, stock)
-    assert positions == []
+    assert len(calls) > len(model.layers)
+    assert ours == calls
 
 
 @pytest.mark.parametrize("split", [(2, 3), (1, 4), (3, 1, 1)], ids=str)

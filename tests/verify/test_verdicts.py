@@ -144,6 +144,6 @@ def test_a_setting_of_one_module_is_part_of_the_make() -> None:
 
 def test_another_format_of_the_file_is_another_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     before = facts_of(MIXES["dense"].model())
-    monkeypatch.setattr(module, "_FORMAT", module._FORMAT + 1)
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
     after: dict[str, Any] = facts_of(MIXES["dense"].model())
     assert before["format"] != after["format"]
