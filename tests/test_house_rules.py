@@ -11,7 +11,9 @@ import importlib.util
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -66,6 +68,12 @@ MLX_LM_CACHES = frozenset(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Every rule reads the same texts."""
+    return ast.parse(source)
+
+
 def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
     """Every function with whether it is a method."""
     for node in ast.walk(tree):
@@ -76,14 +84,14 @@ def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
 
 def long_functions(source: str, path: str = "") -> list[str]:
     """Functions over the budget, decorators left out, docstring counted."""
-    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node, _ in functions(ast.parse(source))]
+    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node, _ in functions(parsed(source))]
     return [f"{name}: {length} lines" for name, length in lengths if length > MAX_FUNCTION_LINES]
 
 
 def wide_functions(source: str, path: str = "") -> list[str]:
     """Functions with too many arguments; a method's own object is none."""
     found = []
-    for node, is_method in functions(ast.parse(source)):
+    for node, is_method in functions(parsed(source)):
         given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
         count = len(given) - (is_method and not static)
@@ -96,7 +104,7 @@ def wide_functions(source: str, path: str = "") -> list[str]:
 def private_exports(source: str, path: str = "") -> list[str]:
     """Names in `__all__` that begin with an underscore and are no dunder."""
     found = []
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             names = [leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
@@ -109,7 +117,7 @@ def environment_reads(source: str, path: str = "") -> list[str]:
     if path in READS_ENVIRONMENT:
         return []
     words = ("environ", "environb", "getenv", "getenvb")
-    tree = ast.parse(source)
+    tree = parsed(source)
     attributes = [
         node.attr
         for node in ast.walk(tree)
@@ -129,7 +137,7 @@ def cache_class_names(source: str, path: str = "") -> list[str]:
     if path in NAMES_CACHE_CLASSES:
         return []
     spelled = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             spelled += [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute):
@@ -154,7 +162,7 @@ def private_reaches(source: str, path: str = "") -> list[str]:
     if path.startswith(NOT_YET):
         return []
     spelled: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in OWN_OBJECT):
             spelled.append(node.attr)
         elif isinstance(node, ast.ImportFrom | ast.Import):
@@ -253,6 +261,52 @@ def test_rules_spare_the_files_they_name() -> None:
 def test_files_stay_within_the_budget() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PYTHON + KERNELS}
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def runtime_imports(source: str, modules: Collection[str]) -> set[str]:
+    """Modules of ours that a module imports when it runs, wherever in it the import stands."""
+    tree = parsed(source)
+    guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in NEVER_IMPORTED]
+    spared = {id(inner) for guard in guarded for inner in ast.walk(guard)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in spared:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in modules else node.module for name in names)
+    return found & set(modules)
+
+
+NEVER_IMPORTED = ("TYPE_CHECKING", "__name__ == '__main__'")
+"""Guards of what runs in no import."""
+
+
+def first_cycle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty when none do."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE}
+    imports = {name: runtime_imports(path.read_text(encoding="utf-8"), paths) for name, path in paths.items()}
+    assert sum(map(len, imports.values())) > 300
+    assert first_cycle(imports) == []
+
+
+def test_a_circle_of_imports_is_seen_wherever_the_import_stands() -> None:
+    inside = "def f() -> None:\n    from mlx_spec import b\n"
+    guarded = "if TYPE_CHECKING:\n    from mlx_spec.b import B\n"
+    for source, wanted in ((inside, {"mlx_spec.b"}), ("import mlx_spec.b", {"mlx_spec.b"}), (guarded, set())):
+        assert runtime_imports(source, ("mlx_spec.a", "mlx_spec.b")) == wanted
+    assert first_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert first_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def metal_table() -> dict[str, list[str]]:
