@@ -147,7 +147,7 @@ class Eagle3Drafter(Drafter):
 
     def open(self, target: Target, start: int = 0) -> ChainState:
         """Make the state for one request; see `Drafter.open`."""
-        return ChainState(self.network, target, start)
+        return ChainState([self.network], target, start)
 
     def _check_depth(self, target: Target) -> None:
         made_for = self.config.num_target_layers
