@@ -135,7 +135,7 @@ def write(
 
 def write_planted(folder: Path, family: str) -> Path:
     """The checkpoint in `folder`, with a prediction layer that is often right."""
-    return write(folder, family, edit_tensors=lambda tensors: _plant(tensors, family))
+    return write(folder, family, edit_tensors=lambda tensors: plant(tensors, family))
 
 
 # The reference for families without a fixture
@@ -276,7 +276,8 @@ _ROWS, _LENGTH = 64, 24
 _NEAR_ZERO = 1e-6
 
 
-def _plant(tensors: Tensors, family: str) -> None:
+def plant(tensors: Tensors, family: str) -> None:
+    """Put the weights of a prediction layer that is often right in place of the random ones."""
     names, own = names_of(family), target(family)
     for name, array in tensors.items():
         if name.startswith(names.place) and re.search(r"o_proj|dense|down_proj|linear_proj\.0\.bias", name):

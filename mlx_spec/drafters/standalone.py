@@ -269,6 +269,15 @@ class StandaloneState(DrafterState):
         """The caches' arrays."""
         return cache_arrays(self._caches)
 
+    def cache_tree(self, target_caches: Sequence[Any]) -> dict[str, list[Any]]:
+        """The caches of both sides of one request, for whoever counts or keeps them.
+
+        Returns:
+            {"target": the caches given, "draft": this state's}. They advance together: the draft's hold the committed
+            tokens but for those still pending.
+        """
+        return {"target": list(target_caches), "draft": list(self._caches)}
+
     def _append(self, ids: Rows) -> None:
         known = self._pending or [[] for _ in ids]
         self._pending = [[*old, *new] for old, new in zip(known, ids, strict=True)]

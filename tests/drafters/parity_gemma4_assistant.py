@@ -12,12 +12,13 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from mlx_spec.drafters.gemma4_assistant.model import Gemma4Assistant
+from mlx_spec.drafters.gemma4_assistant.model import AssistantNetwork, AssistantState, Gemma4Assistant, KeysByKind
 from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
 from tests.drafters.parity import CONFIG, Comparison, Fixture, Layout, Tensors
@@ -30,7 +31,8 @@ def _compare(fixture: Fixture, comparison: Comparison) -> None:
     expected = fixture.expected
     state = drafter.open(target)
     state.look_at(_caches(drafter, target, expected))
-    keys, length = state._keys()
+    state.read_prompt(expected["prompt_ids"].tolist(), expected["target_hidden_last"])
+    keys, length = handed(state)
     comparison.ids("position", mx.array([[length]]), expected["position_ids"])
     hidden, chosen = expected["target_hidden_last"], []
     for step in itertools.count():
@@ -50,6 +52,16 @@ def _compare(fixture: Fixture, comparison: Comparison) -> None:
         # The chain was fed its own tokens.
         if f"s{step + 1}.token_in" in expected:
             comparison.ids("fed", wanted, expected[f"s{step + 1}.token_in"])
+
+
+def handed(state: AssistantState) -> tuple[KeysByKind, int]:
+    """The target's keys that a proposal is made on, and the position of its queries."""
+    step = mock.create_autospec(AssistantNetwork.step, side_effect=AssistantNetwork.step)
+    with mock.patch.object(AssistantNetwork, "step", step):
+        state.propose([0], 1)
+    (call,) = step.call_args_list
+    _, _, _, keys, position = call.args
+    return keys, position
 
 
 def _caches(drafter: Gemma4Assistant, target: Target, expected: Tensors) -> list[Any]:

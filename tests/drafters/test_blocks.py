@@ -29,8 +29,9 @@ def ordered(context: Context | None) -> list[mx.array]:
     return [context.keys[:, :, order], context.values[:, :, order], context.positions[order]]
 
 
-def assert_same_state(state: BlockState, other: BlockState) -> None:
-    count = state._drafter.proposals
+def assert_right(source: BlockDrafter, state: BlockState, ids: list[int], hidden: mx.array) -> None:
+    """It is what a state is that reads the text at once."""
+    other, count = cold(source, ids, hidden), source.proposals
     assert state.propose([7], count).tolist() == other.propose([7], count).tolist()
     assert state.position == other.position
     for left, right in zip(state.contexts, other.contexts, strict=True):
@@ -52,7 +53,7 @@ def test_after_every_round_the_state_is_that_of_a_drafter_that_read_the_text_at_
         take = state.read_prompt if read == 0 else state.catch_up
         take([ids[read : read + count]], hidden[:, read : read + count])
         read += count
-        assert_same_state(state, cold(source, ids[:read], hidden[:, :read]))
+        assert_right(source, state, ids[:read], hidden[:, :read])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,7 +66,7 @@ def test_a_prompt_is_the_same_context_in_whatever_chunks_it_comes(name: str, siz
         state.read_prompt([ids[read : read + size]], hidden[:, read : read + size])
         assert state.pending == 0
         read += size
-    assert_same_state(state, cold(source, ids, hidden))
+    assert_right(source, state, ids, hidden)
 
 
 @pytest.mark.parametrize("name", ["dflash_sliding", "muse_glimmer_assistant", "dflash"])
@@ -83,7 +84,7 @@ def test_one_row_after_a_window_has_wrapped_is_where_its_position_says(name: str
             first = 0 if reach is None else index + 1 - reach
             assert context is not None
             assert sorted(context.positions.tolist()) == list(range(first, index + 1))
-    assert_same_state(state, cold(source, ids, hidden))
+    assert_right(source, state, ids, hidden)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +111,7 @@ def test_a_proposal_leaves_nothing_behind_and_can_be_repeated(name: str) -> None
     state.abort()
     state.abort()
     assert state.propose([7], 3).tolist() == first
-    assert_same_state(state, cold(source, ids, hidden))
+    assert_right(source, state, ids, hidden)
 
 
 def test_a_window_keeps_what_the_next_block_can_see_and_no_more() -> None:
@@ -136,7 +137,7 @@ def test_a_parked_drafter_keeps_few_rows_and_then_catches_up_at_once() -> None:
         state.catch_up([ids[index : index + 1]], hidden[:, index : index + 1])
         most = max(most, state.pending)
     assert most == PENDING_LIMIT
-    assert_same_state(state, cold(source, ids, hidden))
+    assert_right(source, state, ids, hidden)
 
 
 def test_positions_start_where_the_cache_stood() -> None:
@@ -185,7 +186,7 @@ def test_a_failure_while_appending_leaves_every_layer_as_it_was(monkeypatch: pyt
         with pytest.raises(RuntimeError, match="no memory"):
             state.read_prompt([ids[8:]], hidden[:, 8:])
     assert [context.keys.shape[2] for context in state.contexts if context is not None] == [8, 8]
-    assert_same_state(state, cold(source, ids, hidden))
+    assert_right(source, state, ids, hidden)
 
 
 # What a round costs

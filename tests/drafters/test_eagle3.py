@@ -40,11 +40,11 @@ def cold(ids: list[int], hidden: mx.array, with_drafter: Eagle3Drafter | None = 
 
 
 def cached(state: ChainState, ids: list[int]) -> list[mx.array]:
-    """Keys and values of all pairs among `ids`, those still pending included."""
-    state.abort()
-    state._run_pending()
-    assert state._caches[0].offset == len(ids) - 1
-    return [state._caches[0].keys[..., : len(ids) - 1, :], state._caches[0].values[..., : len(ids) - 1, :]]
+    """Keys and values of all pairs of `ids` and one token more: reading it runs what was still pending."""
+    state.read_prompt([[7]], text(1)[1])
+    (cache,) = state.cache_tree([])["draft"]
+    assert cache.offset == len(ids)
+    return [cache.keys[..., : len(ids), :], cache.values[..., : len(ids), :]]
 
 
 def assert_same_state(state: ChainState, other: ChainState, ids: list[int]) -> None:
@@ -205,7 +205,7 @@ def test_pairs_that_propose_ran_are_not_run_again() -> None:
     state = cold(ids[:6], hidden[:, :6])
     state.propose([ids[6]], 3)
     state.catch_up([ids[6:8]], hidden[:, 6:8])
-    assert state._caches[0].offset == 6  # 5 pairs of the prompt, and the one with the bonus
+    assert state.cache_tree([])["draft"][0].offset == 6  # 5 pairs of the prompt, and the one with the bonus
     assert state.pending == 2
 
 

@@ -227,7 +227,7 @@ def test_a_drafter_in_floating_point_stays_so_beside_a_quantized_target(tmp_path
     state.read_prompt([ids], tapped)
     assert state.propose([3], 3).shape == (1, 3)
     assert {array.dtype for array in state.arrays()} <= {mx.bfloat16, mx.float32}
-    assert {cache.keys.dtype for cache in state._caches} == {mx.bfloat16}
+    assert {cache.keys.dtype for cache in state.cache_tree([])["draft"]} == {mx.bfloat16}
 
 
 def test_a_foreign_quantization_block_without_such_tensors_is_ignored_with_a_warning(tmp_path: Path) -> None:

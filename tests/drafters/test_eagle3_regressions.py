@@ -105,7 +105,7 @@ def test_a_reduced_vocabulary_never_keeps_the_target_from_its_own_choice() -> No
     got = speculate(MIXES["dense"], drafter, draft_block_size=3, max_tokens=LONG)
     assert_equals_stock(got, run, LONG)
     assert got.drafted > 0
-    reachable = set(drafter.network._target_ids.tolist())
+    reachable = set(drafter.network.target_ids.tolist())
     assert len(reachable) < VOCAB
     assert set(got.ids) - reachable
 

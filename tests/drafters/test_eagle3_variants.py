@@ -117,12 +117,14 @@ def test_catching_up_equals_a_cold_state_over_the_committed_tokens(variant: str,
     cold.read_prompt([ids[:end]], tapped[:, :end])
     assert state.propose([7], 4).tolist() == cold.propose([7], 4).tolist()
     for one in (state, cold):
-        one.abort()
-        one._run_pending()
-    for ours, theirs in zip(state._caches, cold._caches, strict=True):
-        assert ours.offset == theirs.offset == end - 1
+        # What is pending is run with the next token that is read.
+        one.read_prompt([[7]], tapped[:, end : end + 1])
+    caches = [one.cache_tree([])["draft"] for one in (state, cold)]
+    assert len(caches[0]) == drafter.config.num_hidden_layers
+    for ours, theirs in zip(*caches, strict=True):
+        assert ours.offset == theirs.offset == end
         for left, right in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-            assert mx.abs(left[..., : end - 1, :] - right[..., : end - 1, :]).max().item() < TOLERANCE
+            assert mx.abs(left[..., :end, :] - right[..., :end, :]).max().item() < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,9 +140,10 @@ def test_drafted_tokens_leave_no_bit_behind(variant: str, tmp_path: Path) -> Non
             state.catch_up([ids[end : end + retained]], tapped[:, end : end + retained])
             end += retained
         state.propose([ids[end]], 1)
-        state.abort()
-        state._run_pending()
-        kept.append([rows[..., : end - 1, :] for cache in state._caches for rows in (cache.keys, cache.values)])
+        state.read_prompt([ids[end : end + 1]], tapped[:, end : end + 1])
+        caches = state.cache_tree([])["draft"]
+        assert all(cache.offset == end for cache in caches)
+        kept.append([rows[..., :end, :] for cache in caches for rows in (cache.keys, cache.values)])
     for one, other in zip(*kept, strict=True):
         assert mx.array_equal(one, other)
 

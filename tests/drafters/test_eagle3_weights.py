@@ -156,8 +156,8 @@ def test_offsets_are_added_to_the_draft_id(tmp_path: Path) -> None:
     def wrong_once(content: Tensors) -> None:
         content["d2t"] = mx.where(mx.arange(40) == 7, mx.array(88, mx.int64), content["d2t"])
 
-    ids = load(write(tmp_path, edit_tensors=wrong_once)).network._target_ids.tolist()
-    right = drafter().network._target_ids.tolist()
+    ids = load(write(tmp_path, edit_tensors=wrong_once)).network.target_ids.tolist()
+    right = drafter().network.target_ids.tolist()
     assert right == [index + offset for index, offset in enumerate(tensors()["d2t"].tolist())]
     assert [index for index in range(40) if ids[index] != right[index]] == [7]
     assert ids[7] == 95

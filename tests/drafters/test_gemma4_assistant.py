@@ -23,6 +23,7 @@ from mlx_spec.errors import CheckpointError, IncompatiblePair, TransactionError,
 from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits
 from tests.double import PATTERNS, double, each_chip
+from tests.drafters.parity_gemma4_assistant import handed
 from tests.oracle import assert_same_output, rng_key, run_stock
 from tests.same_cache import assert_same_cache
 from tests.tiny import MIXES, PROMPT, VOCAB, randomise
@@ -210,8 +211,8 @@ def test_what_it_sees_can_be_set() -> None:
         hidden = fixture_target().forward(mx.array([IDS[:14]]), caches, drafter.taps).hidden
         state.look_at(caches)
         state.read_prompt([list(IDS[:14])], hidden)
-        keys, position = state._keys()
-        seen.append((position - reading.rows_back, keys["sliding_attention"][0].shape[2]))
+        keys, position = handed(state)
+        seen.append((position, keys["sliding_attention"][0].shape[2]))
     assert seen == [(14, WINDOW + 1), (13, WINDOW + 1), (14, WINDOW - 1)]
 
 

@@ -18,8 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.cache.adopt import cache_arrays
-from mlx_spec.drafters.chain import PENDING_LIMIT
-from mlx_spec.drafters.mtp.depths import DepthsState
+from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.mtp.layouts import layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor
 from mlx_spec.drafters.mtp.weights import file_name
@@ -30,9 +29,10 @@ from mlx_spec.split_mtp import split
 from mlx_spec.stats import Statistics
 from tests.host_reads import count_host_reads
 from tests.oracle import assert_same_output, run_stock
+from tests.reachable import longest
 from tests.same_cache import assert_same_cache
 from tests.tiny import randomise
-from tests.tiny_mtp import VOCAB, Config, Tensors, _plant, target, write
+from tests.tiny_mtp import VOCAB, Config, Tensors, plant, target, write
 
 FAMILIES = ("step3p5", "mimo_v2_flash")
 """Of the first, each layer reads what the one before it gave; of the second, all read the target."""
@@ -67,7 +67,7 @@ def two(config: Config) -> None:
 
 def plant_both(tensors: Tensors, family: str) -> None:
     add_second(tensors, family)
-    _plant(tensors, family)
+    plant(tensors, family)
     for name in [name for name in tensors if name.startswith(place(family, 1))]:
         if "o_proj" in name or "down_proj" in name:
             tensors[name] = mx.zeros_like(tensors[name])
@@ -107,28 +107,36 @@ def from_scratch(family: str, ids: Sequence[int], hidden: mx.array, bonus: int, 
     return tokens[len(ids) + 1 :]
 
 
-def cold(family: str, ids: list[int], hidden: mx.array) -> DepthsState:
+def cold(family: str, ids: list[int], hidden: mx.array) -> ChainState:
     state = drafter(family).open(target(family))
-    assert isinstance(state, DepthsState)
     state.read_prompt([ids], hidden)
     return state
 
 
-def assert_right(family: str, state: DepthsState, ids: list[int], hidden: mx.array) -> None:
+def assert_right(family: str, state: ChainState, ids: list[int], hidden: mx.array) -> None:
     """It proposes what follows from the text alone, and its caches are those of a state that read it at once."""
     expected = from_scratch(family, ids, hidden, 7, 4)
     for count in (4, 1, 2):
         assert state.propose([7], count).tolist() == [expected[:count]]
-    state.abort()
-    state._run_committed()
     other = cold(family, ids, hidden)
-    for depth, (ours, theirs) in enumerate(zip(state._layers, other._layers, strict=True)):
-        assert (ours.done, ours.pending) == (theirs.done, theirs.pending)
-        assert ours.done == max(0, len(ids) - 1 - depth)
-        if ours.done:
-            for left, right in zip(cache_arrays(ours.caches), cache_arrays(theirs.caches), strict=True):
-                difference = left[..., : ours.done, :] - right[..., : ours.done, :]
-                assert mx.abs(difference).max().item() < TOLERANCE
+    for one in (state, other):
+        # What is pending is run with the next token that is read.
+        one.read_prompt([[7]], text(1)[1])
+    caches = [one.cache_tree([])["draft"] for one in (state, other)]
+    for depth, (ours, theirs) in enumerate(zip(*caches, strict=True)):
+        assert ours.offset == theirs.offset == (done := len(ids) - depth)
+        if done:
+            for left, right in zip(cache_arrays([ours]), cache_arrays([theirs]), strict=True):
+                assert mx.abs(left[..., :done, :] - right[..., :done, :]).max().item() < TOLERANCE
+    for left, right in zip(waiting(state), waiting(other), strict=True):
+        assert left.shape == right.shape
+        assert mx.abs(left - right).max().item() < TOLERANCE
+
+
+def waiting(state: ChainState) -> list[mx.array]:
+    """The rows that are in no cache yet, depth by depth."""
+    buffers = {id(array) for array in cache_arrays(state.cache_tree([])["draft"])}
+    return [array for array in state.arrays() if id(array) not in buffers]
 
 
 @each_family
@@ -161,7 +169,6 @@ def test_reading_in_chunks_equals_reading_the_whole_prompt(family: str, chunks: 
     for length in chunks:
         state.read_prompt([ids[begin : begin + length]], hidden[:, begin : begin + length])
         begin += length
-    assert isinstance(state, DepthsState)
     assert_right(family, state, ids, hidden)
 
 
@@ -193,13 +200,14 @@ def test_whatever_happened_between_commits_the_state_depends_on_committed_tokens
 @pytest.mark.parametrize("count", [None, 1])
 def test_neither_a_parked_drafter_nor_an_idle_layer_keeps_more_than_64_rows(family: str, count: int | None) -> None:
     ids, hidden = text(150, seed=5)
-    state = cold(family, ids[:3], hidden[:, :3])
+    state, most = cold(family, ids[:3], hidden[:, :3]), 0
     for end in range(3, 150):
         if count is not None:
             state.propose([ids[end]], count)
         state.catch_up([ids[end : end + 1]], hidden[:, end : end + 1])
         assert state.pending <= PENDING_LIMIT
-        assert len(state._ids[0]) <= PENDING_LIMIT + DEPTHS
+        most = max(most, longest(state, list, besides=(drafter(family), target(family))))
+    assert PENDING_LIMIT - DEPTHS <= most <= PENDING_LIMIT + DEPTHS
     assert_right(family, state, ids, hidden)
 
 

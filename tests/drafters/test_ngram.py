@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlx_spec.drafters.ngram import NgramDrafter, NgramState
 from mlx_spec.errors import InvalidRequest
 from tests.host_reads import count_host_reads
+from tests.reachable import longest
 
 TARGET: Any = SimpleNamespace(name="any")
 
@@ -93,26 +94,31 @@ def test_a_long_text_keeps_a_bounded_index() -> None:
     state = opened([], search_tokens=50, min_ngram=2, max_ngram=4)
     for token in range(2000):
         state.catch_up([[token, token % 7]], None)
-    [searched] = state._texts
-    assert len(searched._tokens) <= 2 * (50 + 4) + 2
-    assert len(searched._continued) <= 3 * (50 + 4)
+    # Its text, and where each n-gram of three sizes was continued.
+    assert 50 <= longest(state, list) <= 2 * (50 + 4) + 2
+    assert 50 <= longest(state, dict) <= 3 * (50 + 4)
 
 
-def test_a_round_touches_only_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = opened([index * index % 1009 for index in range(10_000)])
-    [searched] = state._texts
+class Token(int):
+    """An id that counts how often any of its kind is compared or looked up."""
+
     touched = 0
-    original = searched._before
 
-    def counting(position: int, size: int) -> tuple[int, ...]:
-        nonlocal touched
-        touched += size
-        return original(position, size)
+    def __eq__(self, other: object) -> bool:
+        Token.touched += 1
+        return int(self) == other
 
-    monkeypatch.setattr(searched, "_before", counting)
-    state.propose([5], 4)
-    state.catch_up([[5, 6, 7]], None)
-    assert touched < 100
+    def __hash__(self) -> int:
+        Token.touched += 1
+        return int.__hash__(self)
+
+
+def test_a_round_touches_only_its_own_tokens() -> None:
+    state = opened([Token(index * index % 1009) for index in range(10_000)])
+    Token.touched = 0
+    state.propose([Token(5)], 4)
+    state.catch_up([[Token(5), Token(6), Token(7)]], None)
+    assert 0 < Token.touched < 100
 
 
 def test_rows_with_fewer_proposals_are_filled_with_what_matches_no_token() -> None:

@@ -77,7 +77,7 @@ def test_after_every_round_the_caches_are_those_of_one_token_decode_over_the_com
         read, pending = rest[: count - 1], rest[count - 1 :]
         assert state.pending == len(pending)
         read_plainly(mix, plain, *first, *([token] for token in read))
-        assert_same_cache(state._caches, plain)
+        assert_same_cache(state.cache_tree([])["draft"], plain)
 
 
 @pytest.mark.parametrize("mix", DRAFTING)
@@ -125,32 +125,46 @@ def test_proposing_again_and_aborting_change_nothing(mix: str) -> None:
     state = open_state(mix)
     state.read_prompt([list(PROMPT)], None)
     mx.eval(state.arrays())
-    before = independent_copy(state._caches)
+    before = independent_copy(state.cache_tree([])["draft"])
     first = state.propose([11], 4).tolist()
     assert state.propose([11], 4).tolist() == first
     state.abort()
     state.abort()
     mx.eval(state.arrays())
-    assert_same_cache(state._caches, before)
+    assert_same_cache(state.cache_tree([])["draft"], before)
     assert state.propose([11], 2).tolist() == [first[0][:2]]
 
 
+class Lost:
+    """Stands for logits that cannot be had."""
+
+    def __getitem__(self, place: Any) -> mx.array:
+        raise RuntimeError("the third token cannot be had")
+
+
+@pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("mix", ["dense", "mamba", "sliding"])
-def test_a_forward_that_fails_leaves_the_state_as_it_was(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_fails_leaves_the_state_as_it_was(
+    mix: str, within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = open_state(mix)
     state.read_prompt([list(PROMPT)], None)
     want = state.propose([11], 4).tolist()
     state.abort()
-    likeliest, calls = state._likeliest, iter([0, 1, 2])
+    kind = type(MIXES[mix].model())
+    forward, calls = kind.__call__, iter([0, 1, 2])
 
-    def failing(logits: mx.array) -> mx.array:
-        if next(calls) == 2:
-            raise RuntimeError("the third token cannot be had")
-        return likeliest(logits)
+    def failing(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        logits = forward(self, *inputs, **options)
+        if next(calls) < 2:
+            return logits
+        # The caches are written by now.
+        return Lost()[-1] if within else Lost()
 
-    monkeypatch.setattr(state, "_likeliest", failing)
+    monkeypatch.setattr(kind, "__call__", failing)
     with pytest.raises(RuntimeError, match="third token"):
         state.propose([11], 4)
+    assert next(calls, None) is None
     monkeypatch.undo()
     assert state.propose([11], 4).tolist() == want
 

@@ -222,7 +222,8 @@ class Watched(Drafter):
                 nonlocal shown
                 result = method(ids, extra)
                 shown += len(ids[0])
-                log.append((name, shown, state._caches[0].offset, state.pending))
+                (cache,) = state.cache_tree([])["draft"]
+                log.append((name, shown, cache.offset, state.pending))
                 return result
 
             setattr(state, name, watched)

@@ -35,6 +35,7 @@ class Eagle3Network(ChainNetwork):
         dtype: of the weights, and of everything computed but what leads up to fc. The caches have it too, whatever
             the target's caches hold.
         tapped_size: K*H_t, entries per row of tapped states.
+        target_ids: [draft_vocab] int32, the target's id of each id it can propose; None when they are the same.
     """
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights) -> None:
@@ -46,7 +47,7 @@ class Eagle3Network(ChainNetwork):
         for name in ("input_norm", "fc_norm", "fc"):
             if name in self.modules:
                 _cast(self.modules[name], self._fc_dtype)
-        self._target_ids = weights.target_ids
+        self.target_ids = weights.target_ids
         self.tapped_size = len(config.taps) * config.target_hidden_size
         mx.eval(self.modules.parameters())
         evaluate_arrays(self.modules)
@@ -113,7 +114,7 @@ class Eagle3Network(ChainNetwork):
     def choose(self, states: mx.array, target: Target) -> mx.array:
         """See `ChainNetwork.choose`."""
         ids = mx.argmax(self.logits(states, target), axis=-1)
-        return ids.astype(mx.int32) if self._target_ids is None else self._target_ids[ids]
+        return ids.astype(mx.int32) if self.target_ids is None else self.target_ids[ids]
 
 
 def _cast(module: nn.Module | list[nn.Module], dtype: mx.Dtype) -> None:
@@ -147,7 +148,7 @@ class Eagle3Drafter(Drafter):
 
     def open(self, target: Target, start: int = 0) -> ChainState:
         """Make the state for one request; see `Drafter.open`."""
-        return ChainState(self.network, target, start)
+        return ChainState([self.network], target, start)
 
     def _check_depth(self, target: Target) -> None:
         made_for = self.config.num_target_layers

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.chain import ChainNetwork, ChainState
-from mlx_spec.drafters.mtp.depths import DepthsState
 from mlx_spec.drafters.mtp.layouts import Layout, layout_of
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.model.target import Target, evaluate_arrays
@@ -180,8 +179,6 @@ class MtpDrafter(Drafter):
                 "Use a drafter made for this target."
             )
 
-    def open(self, target: Target, start: int = 0) -> ChainState | DepthsState:
+    def open(self, target: Target, start: int = 0) -> ChainState:
         """Make the state for one request; see `Drafter.open`."""
-        if len(self.networks) > 1:
-            return DepthsState(self.networks, target, start, chained=self.layout.chained)
-        return ChainState(self.network, target, start)
+        return ChainState(self.networks, target, start, chained=self.layout.chained)
