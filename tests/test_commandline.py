@@ -302,6 +302,7 @@ def test_without_a_model_the_demo_pair_runs(
 # --check
 
 
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFT_FLAGS.values(), ids=DRAFT_FLAGS.keys())
 @pytest.mark.parametrize("sampling", [(), ("--temp", "0.7", "--seed", "5")], ids=["greedy", "sampled"])

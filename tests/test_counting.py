@@ -267,7 +267,7 @@ def always_wrong() -> Drafter:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [NgramDrafter, always_wrong], ids=["ngram", "always_wrong"])
 def test_arrays_and_memory_are_flat_over_2000_rounds(make: Callable[[], Drafter], thorough: bool) -> None:
-    assert_flat(follow(one_layer(), make(), 2000 if thorough else 500, draft_block_size=3))
+    assert_flat(follow(one_layer(), make(), 2000 if thorough else 300, draft_block_size=3))
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_arrays_and_memory_are_flat_where_tokens_are_sampled(thorough: bool) -> 
 
 @pytest.mark.slow
 def test_arrays_and_memory_are_flat_without_a_drafter(thorough: bool) -> None:
-    assert_flat(follow(one_layer(), None, 600 if thorough else 200))
+    assert_flat(follow(one_layer(), None, 600 if thorough else 120))
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_arrays_and_memory_are_flat_where_blocks_are_stepped_through(thorough: b
 @pytest.mark.slow
 def test_arrays_and_memory_are_flat_with_hidden_states_and_a_drafters_own_cache(thorough: bool) -> None:
     model = eagle3_files.target().model
-    own_cache_row, rounds = 2 * 2 * 8 * 4, 200 if thorough else 80
+    own_cache_row, rounds = 2 * 2 * 8 * 4, 200 if thorough else 60
     assert_flat(follow(model, eagle3_files.drafter(), rounds, draft_block_size=3), bytes_per_token=2 * own_cache_row)
 
 

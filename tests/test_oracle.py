@@ -113,7 +113,7 @@ def test_oracle_equals_a_loop_written_by_hand(mix: Mix) -> None:
         assert_same_cache(cache, run.cache_after(emitted))
 
 
-@pytest.mark.part(14)
+@pytest.mark.part(7)
 @EVERY_MIX
 @pytest.mark.parametrize("emitted", [1, 5, 21])
 def test_snapshot_is_what_a_closed_stock_run_leaves(mix: Mix, emitted: int) -> None:

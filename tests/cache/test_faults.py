@@ -201,6 +201,7 @@ def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
         detach(model)
 
 
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["hybrid", "sliding", "chunked", "cache_list", "mamba2"])
 def test_a_fault_at_any_point_of_a_models_round_leaves_it_undone_or_committed(mix: str) -> None:

@@ -113,6 +113,7 @@ def named(name: str) -> Specimen:
     return next(specimen for specimen in whole_zoo() if specimen.name == name)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("scheme", SOON, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int, int]) -> None:
@@ -130,6 +131,7 @@ def test_every_format_stays_exact_on_every_chip(model: str, scheme: tuple[str, i
     check(quantized(model, *scheme), chip, tuple(range(2, 17)))
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype", "chip"),
@@ -157,7 +159,7 @@ def check_floats(model: str, dtype: str, chip: str) -> None:
     assert any("batch axis" in route for route in taken)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", ["deepseek_v3, dense", "gemma4_text", "qwen3_moe", "mamba2", "olmo", "gpt_oss"])
 def test_models_with_forks_of_their_own_stay_exact(name: str) -> None:
     taken = check(named(name), "gen15", (3, 8))
@@ -177,6 +179,7 @@ GROUPED = {**DENSE, "model_type": "llama", "num_attention_heads": 8, "num_key_va
 """Eight queries share a key head, so that the kernel for single queries takes four positions at a time."""
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "chunk"), [(5, 3), (8, 4), (16, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

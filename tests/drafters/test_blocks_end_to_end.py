@@ -97,6 +97,7 @@ def test_every_family_is_tried() -> None:
     assert TARGETS.keys() == FAMILIES.keys()
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_the_text_is_that_of_one_token_decoding_and_a_good_drafter_is_accepted(family: str, name: str) -> None:
     for planted in (True, False):
@@ -106,6 +107,7 @@ def test_the_text_is_that_of_one_token_decoding_and_a_good_drafter_is_accepted(f
             assert statistics.accepted_tokens >= 3
 
 
+@pytest.mark.part(4)
 @each_chip
 @pytest.mark.parametrize(("family", "name"), TARGETS.items())
 def test_the_text_is_the_same_where_several_rows_round_differently_from_one(family: str, name: str, chip: str) -> None:

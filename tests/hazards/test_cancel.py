@@ -67,6 +67,7 @@ def assert_goes_on(mix: str, cache: list[Any], handed_out: int) -> None:
 # In one thread
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("mix", "drafter"), [*((mix, "cycling") for mix in REQUIRED), ("dense", "eagle3"), ("hybrid", "eagle3")]
 )

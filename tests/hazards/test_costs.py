@@ -42,6 +42,7 @@ def bytes_taken(work: Callable[[], Any]) -> int:
 # Keeping a round
 
 
+@pytest.mark.part(9)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_keeping_a_whole_block_moves_nothing_whatever_the_cache(kind: Kind) -> None:
     """The common case when a drafter is good: no state is saved to somewhere or brought back."""
@@ -213,6 +214,7 @@ def test_prompt_in_chunks_gives_the_tokens_of_the_prompt_at_once(reader: str) ->
         assert read_prompt(model, drafter, step, 6) == list(want.ids), f"in chunks of {step}"
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("reader", PROMPT_READERS)
 def test_drafter_costs_the_prompt_no_forward(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Width after width, the target is fed what it is fed without one."""

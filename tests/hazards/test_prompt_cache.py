@@ -64,7 +64,7 @@ def lengths_of(mix: str) -> range:
     return FIRST_TURN if mix in ("dense", "hybrid") else FIRST_TURN[:: 2 if mix in REQUIRED else 5]
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> None:
@@ -222,6 +222,7 @@ def through_a_file(cache: list[Any], folder: Path) -> list[Any]:
     return list(loaded)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize(
     ("mix", "drafter"),
     [*((mix, "cycling") for mix in MIXES), *((mix, "eagle3") for mix in REQUIRED), ("dense", "ngram")],

@@ -93,6 +93,7 @@ def test_window_that_fills_up_inside_a_block_is_rolled_back_at_every_depth(mix: 
     assert {(depth, accepted) for depth in range(1, WIDTH + 1) for accepted in DEPTHS} <= seen
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("accepted", DEPTHS)
 def test_window_after_rollbacks_holds_the_newest_tokens_in_order(accepted: int) -> None:
@@ -235,6 +236,7 @@ class Watched(Drafter):
         return state  # type: ignore[no-any-return]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_drafters_own_cache_is_as_long_as_the_committed_text_after_every_round(mix: str) -> None:
     """For each of two requests by itself: rows of rejected proposals must not stay, and none may be missing."""

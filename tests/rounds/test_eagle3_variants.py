@@ -42,6 +42,7 @@ def run(variant: str, choice: str, prefill: str = "chunks") -> SpeculativeRun:
     )
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize(
     ("variant", "choice"),
     [(name, "greedy") for name in PLANTED] + [(name, "sampled_penalties") for name in ("eagle31", "latent", "affine")],

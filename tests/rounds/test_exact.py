@@ -78,6 +78,7 @@ def drafter_of(mode: str, mix: str = "dense", choice: str = "greedy") -> Any:
 # The product
 
 
+@pytest.mark.part(80)
 @pytest.mark.parametrize("case", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
 def test_run_equals_stock_in_ids_logprobs_cache_and_random_state(case: dict[str, Any]) -> None:
     run_case(case)
@@ -103,12 +104,14 @@ def test_every_combination_equals_stock(mix: str, drafter: str) -> None:
                     raise
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mix", OTHERS)
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties"])
 def test_every_other_cache_mix_equals_stock(mix: str, choice: str) -> None:
     run_case({"mix": mix, "drafter": "alternating", "width": 5, "prefill": "ragged", "choice": choice})
 
 
+@pytest.mark.part(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", [name for name in MIXES if MIXES[name].half])
 @pytest.mark.parametrize(("drafter", "width", "choice"), [("alternating", 5, "greedy"), ("cycling", 3, "top_p")])

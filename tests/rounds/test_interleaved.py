@@ -115,6 +115,7 @@ def in_a_thread(work: Callable[[], Result]) -> Result:
 # One thread
 
 
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "drafter", "order"),
@@ -152,6 +153,7 @@ def test_two_runs_on_one_drafter_and_one_model_get_their_own_tokens(mix: str, dr
     assert all(shared.proposals)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("widths", [(5, 2), (1, 8)])
 @EVERY_MIX
 def test_runs_of_other_widths_on_one_scripted_drafter_get_the_stock_tokens(mix: str, widths: tuple[int, int]) -> None:
@@ -230,6 +232,7 @@ def test_run_in_the_middle_of_which_a_thread_ends_leaves_the_model_and_the_draft
     assert_equals_stock(got, run, EMITTED)
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties", "opaque_both"])
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def taken_for_known(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.part(7)
 @pytest.mark.usefixtures("stepping")
 @pytest.mark.parametrize(("drafter", "choice"), [("alternating", "greedy"), ("cycling", "sampled_penalties")])
 @pytest.mark.parametrize("mix", MIXES)

@@ -60,7 +60,7 @@ def speculate(model: Any, chosen: Drafter, width: int, **options: Any) -> Statis
     return statistics
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_good_layer_is_accepted_and_the_tokens_are_the_stock_loops(family: str) -> None:
@@ -108,6 +108,7 @@ def test_a_quantized_layer_is_still_accepted(mode: str) -> None:
     assert statistics.accepted_tokens >= 4
 
 
+@pytest.mark.part(5)
 @each_chip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_blocks_round_differently_the_tokens_are_still_the_stock_loops(family: str, chip: str) -> None:

@@ -77,6 +77,7 @@ def run_poisoned(mix: str, choice: str, name: str, run: OracleRun, **ending: Any
     return speculate(MIXES[mix], drafter_for(name, mix, run), **width, **CHOICES[choice](), **ending)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("drafter", ["none", "right", "alternating"])
 @EVERY_MIX_AND_CHOICE
 def test_nan_ends_the_run_at_the_token_it_would_have_chosen(mix: str, drafter: str, choice: str, poison: Any) -> None:

@@ -53,6 +53,7 @@ def run_tapping(mix: str, width: int, step: int) -> tuple[Tapping, SpeculativeRu
     return drafter, got
 
 
+@pytest.mark.part(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("step", PREFILLS.values(), ids=PREFILLS.keys())
 @pytest.mark.parametrize("mix", MIXES_WITH_STATE)

@@ -95,7 +95,7 @@ WITH_AND_WITHOUT = pytest.mark.parametrize("rounding", [None, "gen15"], ids=["as
 @WITH_AND_WITHOUT
 def test_a_plain_run_in_another_thread_is_in_no_op_table(mix: str, rounding: str | None) -> None:
     with double(PATTERNS[rounding]) if rounding else nullcontext():
-        first_runs(mix, 3)
+        first_runs(mix, 2)
 
 
 @pytest.mark.deep

@@ -80,6 +80,7 @@ def test_a_part_that_is_kept_reads_no_weights_of_linear_maps(
         counted.clear()
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("mix", "drive"), [pair for pair in DRIVEN if pair != ("mamba2", Drive.BLOCK)])
 def test_what_is_kept_is_what_single_tokens_leave_and_stays_so_when_it_goes_on(

@@ -61,7 +61,7 @@ def test_an_architecture_of_each_kind_is_exact(name: str) -> None:
     check(ZOO[name], SOON)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_HALF)
 def test_some_are_exact_in_half_precision_too(name: str) -> None:
