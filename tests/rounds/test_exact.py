@@ -78,7 +78,7 @@ def drafter_of(mode: str, mix: str = "dense", choice: str = "greedy") -> Any:
 # The product
 
 
-@pytest.mark.part(80)
+@pytest.mark.part(60)
 @pytest.mark.parametrize("case", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
 def test_run_equals_stock_in_ids_logprobs_cache_and_random_state(case: dict[str, Any]) -> None:
     run_case(case)
