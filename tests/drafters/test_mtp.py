@@ -150,10 +150,10 @@ def test_its_caches_are_those_mlx_lm_makes_for_such_a_layer(family: str) -> None
 
 
 def test_loading_leaves_the_random_state_where_it_was(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", "glm4_moe")
+    folder, model = write(tmp_path / "a", "glm4_moe"), target("glm4_moe")
     mx.random.seed(5)
     before = rng_key()
-    load_drafter(folder, target("glm4_moe"))
+    load_drafter(folder, model)
     assert rng_key() == before
 
 
