@@ -16,6 +16,8 @@ import mlx_spec
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.demo.target import WHEEL_COMMAND, WHEEL_PACKAGE
 from mlx_spec.drafters import Drafter
+from mlx_spec.drafters.checkpoint import read_config
+from mlx_spec.drafters.registry import resolve_family
 from tests.bits import bit_difference
 from tests.oracle import first_difference, rng_key
 
@@ -97,6 +99,10 @@ def compare(
         assert difference is None, f"log-probabilities of token {index}: {difference}"
     assert rng_key() == want_key
     return statistics
+
+
+def test_the_embedded_drafter_says_what_it_is() -> None:
+    assert resolve_family(read_config(demo_drafter_path())).name == "eagle3"
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import Any
 
 import pytest
 
-from tests.zoo.keeper import findings
+from tests.zoo.keeper import Keeper, findings
 from tests.zoo.menagerie import Specimen, whole_zoo
 from tests.zoo.trial import Plan
 
@@ -19,6 +20,13 @@ class Deadly(Specimen):
 
     def build(self, dtype: str) -> Any:
         os._exit(3)
+
+
+def test_no_process_is_started_before_there_is_something_to_try() -> None:
+    keeper = Keeper()
+    keeper.dismiss()
+    assert list(findings([], TINY, jobs=3)) == []
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
