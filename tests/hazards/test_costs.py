@@ -32,7 +32,7 @@ BLOCK = [90, 91, 92, 93, 94]
 def bytes_taken(work: Callable[[], Any]) -> int:
     """Peak of mlx's memory over a piece of work, above what there was before."""
     gc.collect()
-    # mlx's thread lets go of a buffer a moment after it was waited for, and what is held twice is copied when written to.
+    # mlx's thread lets go of a buffer a moment after it was waited for; what is held twice is copied when written to.
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
