@@ -22,7 +22,7 @@ $python -c 'import mlx.core as mx; print(mx.device_info())'
 $python -m pip list 2>/dev/null | grep -Ei '^(mlx|mlx-lm|mlx-metal|mlx_spec) '
 
 section "tests with the metal mark"
-$python -m pytest -m metal -q -rA || failed=1
+$python -m pytest -m metal --plan deep -q -rA || failed=1
 
 section "certificate of the demo model"
 MLX_SPEC_CERTIFICATES=off $python -m mlx_spec.certify || failed=1
