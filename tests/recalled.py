@@ -21,5 +21,5 @@ def remembered_maps(model: nn.Module) -> list[nn.Linear]:
 
 
 def _named_maps(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    mixers = [module for module in model.modules() if vars(type(module)).get(RUNS_AGAIN)]
+    mixers = [module for module in model.modules() if getattr(type(module), RUNS_AGAIN, False)]
     return [each for mixer in mixers for each in mixer.named_modules() if isinstance(each[1], nn.Linear)]
