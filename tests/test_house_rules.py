@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import dropwhile, takewhile
@@ -66,24 +66,27 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
+@cache
+def functions(source: str) -> list[tuple[Function, bool]]:
     """Every function with whether it is a method."""
-    for node in ast.walk(tree):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, Function):
-                yield child, isinstance(node, ast.ClassDef)
+    return [
+        (child, isinstance(node, ast.ClassDef))
+        for node in ast.walk(parsed(source))
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, Function)
+    ]
 
 
 def long_functions(source: str, path: str = "") -> list[str]:
     """Functions over the budget, decorators left out, docstring counted."""
-    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node, _ in functions(parsed(source))]
+    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node, _ in functions(source)]
     return [f"{name}: {length} lines" for name, length in lengths if length > MAX_FUNCTION_LINES]
 
 
 def wide_functions(source: str, path: str = "") -> list[str]:
     """Functions with too many arguments; a method's own object is none."""
     found = []
-    for node, is_method in functions(parsed(source)):
+    for node, is_method in functions(source):
         given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
         count = len(given) - (is_method and not static)

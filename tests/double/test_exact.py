@@ -131,7 +131,7 @@ def test_every_format_stays_exact_on_every_chip(model: str, scheme: tuple[str, i
     check(quantized(model, *scheme), chip, tuple(range(2, 17)))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype", "chip"),

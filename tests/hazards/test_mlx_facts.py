@@ -266,7 +266,7 @@ def _blocks_that_differ(mix: Mix, dtype: mx.Dtype, keys: int) -> list[int]:
     return [width for width in WIDTHS if differs(width)]
 
 
-@pytest.mark.part(21)
+@pytest.mark.part(8)
 @on_cpu
 @pytest.mark.parametrize("keys", [9, 12, 15, 30, 250, 254, 256])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])

@@ -111,7 +111,7 @@ def test_two_conversations_from_one_prefix_do_not_see_each_other(mix: str) -> No
     assert_same_cache(shared, before)
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mix", MIXES)
 def test_caller_may_trim_after_a_run_what_it_may_trim_after_the_stock_run(mix: str) -> None:
     """A server cuts a cache to the prefix two conversations share; what it is told it may cut must be true."""

@@ -47,7 +47,7 @@ def short_stock(mix: str, prompt: tuple[int, ...] = PROMPT, emitted: int = EMITT
 # Any cache
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mix", MIXES)
 def test_rejection_at_every_depth_leaves_the_state_of_single_steps(mix: str) -> None:
     """Where undoing does nothing for a kind of cache, the text changes after the first rejection, or much later."""

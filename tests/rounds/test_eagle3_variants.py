@@ -115,6 +115,7 @@ def test_after_a_run_the_drafter_is_where_one_is_that_read_the_text(
             assert mx.allclose(left[..., :read, :], right[..., :read, :], rtol=1e-4, atol=1e-4).item()
 
 
+@pytest.mark.part(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["latent", "heads_for_deepseek"])
 def test_text_of_a_kimi_target_is_that_of_the_stock_loop(variant: str, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def first_occurrences(run: OracleRun) -> list[int]:
     return [length for length in LENGTHS if run.ids[length - 1] not in run.ids[: length - 1]]
 
 
+@pytest.mark.part(3)
 @BOTH_DRAFTERS
 @EVERY_MIX
 def test_run_that_meets_its_end_token_can_be_continued(mix: str, drafter: str) -> None:

@@ -104,7 +104,7 @@ def test_every_combination_equals_stock(mix: str, drafter: str) -> None:
                     raise
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mix", OTHERS)
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties"])
 def test_every_other_cache_mix_equals_stock(mix: str, choice: str) -> None:
@@ -123,7 +123,7 @@ def test_half_precision_equals_stock(mix: str, drafter: str, width: int, choice:
 DRAFTED_MIXES = (*REQUIRED, "mla_moe", "dense_qk_norm")
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("mix", "dtype"),
     [(mix, mx.float32) for mix in DRAFTED_MIXES] + [(mix, mx.bfloat16) for mix in DRAFTED_MIXES if MIXES[mix].half],
