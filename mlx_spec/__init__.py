@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+    from mlx_spec.cache.transaction import SpeculativeCacheTransaction, settled_cache
     from mlx_spec.config import (
         MAGIC_DRAFT_TOKEN_ID,
         RejectionSamplingStrategy,
@@ -37,12 +37,14 @@ __all__ = [
     "generate_step",
     "load",
     "load_drafter",
+    "settled_cache",
     "speculative_generate_step",
     "stream_generate",
 ]
 
 _HOME = {
     "SpeculativeCacheTransaction": "cache.transaction",
+    "settled_cache": "cache.transaction",
     "MAGIC_DRAFT_TOKEN_ID": "config",
     "RejectionSamplingStrategy": "config",
     "SpeculativeConfig": "config",

@@ -41,6 +41,10 @@ class TransactionError(MlxSpecError, RuntimeError):
     """A cache transaction was used out of order or out of range. It is still open and can be aborted."""
 
 
+class CacheChanged(TransactionError):
+    """Somebody wrote to a cache while a round was open on it. What they did is left as it is."""
+
+
 class CannotMix(MlxSpecError, RuntimeError):
     """A token mixer refused a single position of a block. The round can be aborted and stepped through instead."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ from mlx_spec.pairing import load_drafter
 from mlx_spec.request import Request
 from mlx_spec.rounds.drafted import open_loop
 from mlx_spec.rounds.engine import Emission, Engine
-from mlx_spec.sampling import LogitsProcessor, Sampler, Sampling
+from mlx_spec.sampling import LogitsProcessor, OwnDraws, Sampler, Sampling
 from mlx_spec.schedule import MAX_WIDTH, FixedWidth
 from mlx_spec.stats import Statistics
 from mlx_spec.stops import TextStream
@@ -169,7 +168,7 @@ def name_of(function: Callable[..., Any]) -> str:
 class _Run:
     """One request, ready to hand out tokens."""
 
-    emissions: Iterator[Emission]
+    engine: Engine
     request: Request
     statistics: Statistics
 
@@ -183,17 +182,19 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
         raise InvalidRequest("these statistics belong to a run already. Give each run its own.")
     asked = options.asked_width()
     target = Target(model)
+    ids = _prompt_ids(prompt)
+    draws = OwnDraws(ids)
     drafter = _resolve_drafter(options, target)
     if drafter is not None:
         _check_method(options.speculative, drafter, target)
         # Also where the drafter will be idle: a wrong pair is told either way.
-        drafter.check(target)
-        told = drafter.check_tokenizer(options.tokenizer)
+        draws.lend(drafter.check, target)
+        told = draws.lend(drafter.check_tokenizer, options.tokenizer)
         if told:
             statistics.note(told)
     caches = _resolve_caches(options, model, statistics)
     request = Request(
-        prompt=_prompt_ids(prompt),
+        prompt=ids,
         caches=caches,
         keeps_caches=options.prompt_cache is not None,
         sampling=options.sampling(statistics),
@@ -212,18 +213,18 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     schedule = FixedWidth(1, "plain decoding")
     if drafter is not None:
         with mx.stream(options.stream):
-            schedule = _resolve_width(asked, drafter, routes, caches, statistics)
+            schedule = draws.lend(_resolve_width, asked, drafter, routes, caches, statistics)
     if schedule.width == 1:
         drafter = None
     start = tokens_held(caches)
-    loop = open_loop(drafter, target, start, statistics)
+    loop = open_loop(drafter, target, start, statistics, draws)
     if start and drafter is not None and (drafter.taps or drafter.remembers):
         statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
     statistics.drafter = "none" if drafter is None else drafter.name
     statistics.loop = loop.name
     statistics.width_policy = str(schedule)
     engine = Engine(target, request, loop, schedule, routes, options.stream)
-    return _Run(engine.run(), request, statistics)
+    return _Run(engine, request, statistics)
 
 
 def _prompt_ids(prompt: Any) -> mx.array:
@@ -353,13 +354,11 @@ def generate_step(
         NonFiniteLogits: the model produced NaN. The tokens handed out so far are in the cache.
     """
     keywords = dict(locals())  # exactly the parameters: nothing else is bound yet
-    return _pairs(_open_run(**keywords))
+    return _open_run(**keywords).engine.run(_pair)
 
 
-def _pairs(run: _Run) -> Generator[tuple[int, mx.array], None, None]:
-    with closing(run.emissions):  # type: ignore[type-var]
-        for emission in run.emissions:
-            yield emission.token, emission.logprobs
+def _pair(emission: Emission) -> tuple[int, mx.array]:
+    return emission.token, emission.logprobs
 
 
 def speculative_generate_step(
@@ -370,13 +369,11 @@ def speculative_generate_step(
     Yields:
         (token id, [V] log-probabilities, from_draft).
     """
-    run = _open_run(prompt, model, stream=stream, draft_model=draft_model, **keywords)
-    return _triples(run)
+    return _open_run(prompt, model, stream=stream, draft_model=draft_model, **keywords).engine.run(_triple)
 
 
-def _triples(run: _Run) -> Generator[tuple[int, mx.array, bool], None, None]:
-    with closing(run.emissions):  # type: ignore[type-var]
-        yield from run.emissions
+def _triple(emission: Emission) -> tuple[int, mx.array, bool]:
+    return emission
 
 
 def stream_generate(
@@ -436,34 +433,47 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
 
 
 def _responses(run: _Run, model: nn.Module, text: TextStream, stream: Any) -> Generator[GenerationResponse, None, None]:
-    prompt_tokens = run.request.prompt.size
-    with wired_limit(model, [stream]), closing(run.emissions):  # type: ignore[type-var]
-        started = time.perf_counter()
-        prompt_tps = 0.0
-        for count, emission in enumerate(run.emissions, start=1):
-            if count == 1:
-                prompt_tps = prompt_tokens / (time.perf_counter() - started)
-                started = time.perf_counter()
-            reason = run.request.finish_reason
-            segment = text.segment
-            if reason is not None:
-                # A stop string's last token shows the text before it; an end token shows nothing.
-                segment = "" if emission.token in run.request.eos_token_ids else segment
-                text.finish()
-                segment += text.segment
-            yield GenerationResponse(
-                text=segment,
-                token=emission.token,
-                logprobs=emission.logprobs,
-                from_draft=emission.from_draft,
-                prompt_tokens=prompt_tokens,
-                prompt_tps=prompt_tps,
-                generation_tokens=count,
-                generation_tps=count / (time.perf_counter() - started),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=reason,
-                speculation=run.statistics,
-            )
+    with wired_limit(model, [stream]):
+        # Handed on by `yield from` alone: nothing can come between the engine's yield and the caller.
+        yield from run.engine.run(_Responses(run, text).make)
+
+
+class _Responses:
+    """Makes a response of each token, before the token counts as handed out."""
+
+    def __init__(self, run: _Run, text: TextStream) -> None:
+        self._run = run
+        self._text = text
+        self._started = time.perf_counter()
+        self._count = 0
+        self._prompt_tps = 0.0
+
+    def make(self, emission: Emission) -> GenerationResponse:
+        request, text = self._run.request, self._text
+        self._count += 1
+        if self._count == 1:
+            self._prompt_tps = request.prompt.size / (time.perf_counter() - self._started)
+            self._started = time.perf_counter()
+        reason = request.finish_reason
+        segment = text.segment
+        if reason is not None:
+            # A stop string's last token shows the text before it; an end token shows nothing.
+            segment = "" if emission.token in request.eos_token_ids else segment
+            text.finish()
+            segment += text.segment
+        return GenerationResponse(
+            text=segment,
+            token=emission.token,
+            logprobs=emission.logprobs,
+            from_draft=emission.from_draft,
+            prompt_tokens=request.prompt.size,
+            prompt_tps=self._prompt_tps,
+            generation_tokens=self._count,
+            generation_tps=self._count / (time.perf_counter() - self._started),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=reason,
+            speculation=self._run.statistics,
+        )
 
 
 def generate(

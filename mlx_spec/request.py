@@ -82,9 +82,9 @@ class Request:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def convert_caches(self) -> None:
-        """Quantize every cache that is due, where the one-token loop does."""
-        self.quantization.convert(self.caches)
+    def convert_caches(self) -> bool:
+        """Quantize every cache that is due, where the one-token loop does. Returns whether any was."""
+        return self.quantization.convert(self.caches)
 
     @property
     def needs_last_append(self) -> bool:

@@ -76,30 +76,34 @@ class Statistics:
         self.prompt_tokens = prompt_tokens
 
     def count_round(self, record: RoundRecord) -> None:
-        """Add one finished round."""
-        self.last_round = record
-        self.rounds += 1
-        self.proposed_tokens += record.proposed
-        self.accepted_tokens += record.accepted
-        for depth in range(record.proposed):
-            if depth == len(self.proposed_by_depth):
-                self.proposed_by_depth.append(0)
-                self.accepted_by_depth.append(0)
-            self.proposed_by_depth[depth] += 1
-            self.accepted_by_depth[depth] += depth < record.accepted
+        """Add one finished round, unless it is the latest already. An interrupt finds all of it counted or nothing."""
+        if record is self.last_round:
+            return
+        depths = max(record.proposed, len(self.proposed_by_depth))
+        proposed, accepted = (
+            [(counts[depth] if depth < len(counts) else 0) + (depth < added) for depth in range(depths)]
+            for counts, added in ((self.proposed_by_depth, record.proposed), (self.accepted_by_depth, record.accepted))
+        )
+        stage_ms = dict(self.stage_ms)
         for stage, spent_ms in record.stage_ms.items():
-            self.stage_ms[stage] += spent_ms
+            stage_ms[stage] += spent_ms
         if record.width > 1:
             self._routes[record.route] = None
             self.verify_route = " and ".join(self._routes)
+        # From here on nothing is called, so that nothing can come between.
+        self.rounds += 1
+        self.proposed_tokens += record.proposed
+        self.accepted_tokens += record.accepted
+        self.proposed_by_depth, self.accepted_by_depth = proposed, accepted
+        self.stage_ms = stage_ms
+        self.last_round = record
 
-    def count_token(self) -> None:
-        """Add one token handed out."""
+    def time_token(self) -> None:
+        """A token is about to be handed out. Its owner adds it to `emitted_tokens` as it does so."""
         now = time.perf_counter()
         if self._first_token is None:
             self._first_token = now
             self.prompt_ms = (now - self._started) * 1e3
-        self.emitted_tokens += 1
         self.decode_ms = (now - self._first_token) * 1e3
 
     @property

@@ -33,6 +33,7 @@ class AppendJournal(Journal):
         ("update_and_fetch", _update_and_fetch),
         ("keys_and_values", _keys_and_values),
     )
+    counts = True
     counter = "offset"
     """The cache's field that counts its rows in use."""
 
@@ -55,7 +56,7 @@ class AppendJournal(Journal):
                 f"the round was opened for {self.width} tokens and holds {self._appended}; "
                 f"{tokens} more do not fit. Open the transaction with the width you verify."
             )
-        self._require_untouched()
+        self.require_untouched()
         self._appended += tokens
 
     def shown(self, read: Callable[[], Any]) -> Any:
@@ -88,7 +89,7 @@ class AppendJournal(Journal):
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
-        self._require_untouched()
+        self.require_untouched()
         if self._appended == 0:
             return kept_whole
         if count > self._appended:
@@ -103,6 +104,13 @@ class AppendJournal(Journal):
         self._cache.offset = self._base
         self._even_out()
 
+    def trimmed(self) -> int | None:
+        surplus = self._base + self._appended - int(getattr(self._cache, self.counter))
+        return surplus if surplus >= 0 else None
+
+    def untrim(self) -> None:
+        setattr(self._cache, self.counter, self._base + self._appended)
+
     def _even_out(self) -> None:
         """A write that was interrupted may have grown the keys and not the values; both have all old rows."""
         cache = self._cache
@@ -114,7 +122,7 @@ class AppendJournal(Journal):
     def nbytes(self) -> int:
         return 0
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
         want = self._base + self._appended
         if self.length != want:
             raise changed_outside(f"length {self.length}, expected {want}")
@@ -149,6 +157,22 @@ class ConcatenateJournal(AppendJournal):
         if self._appended:
             self._cut(0)
 
+    def require_untouched(self) -> None:
+        super().require_untouched()
+        # A trim counts down the offset alone. An older one may stand between it and the rows.
+        if self._cache.offset != self._after(self._appended):
+            raise changed_outside(f"offset {self._cache.offset}, expected {self._after(self._appended)}")
+
+    def trimmed(self) -> int | None:
+        surplus = self._after(self._appended) - self._cache.offset
+        return surplus if surplus >= 0 and self.length == self._base + self._appended else None
+
+    def untrim(self) -> None:
+        self._cache.offset = self._after(self._appended)
+
+    def _after(self, count: int) -> int:
+        return self._base + count if count else self._offset
+
     def _cut(self, count: int) -> None:
         cache, length = self._cache, self._base + count
         cache.offset = length if count else self._offset
@@ -180,9 +204,6 @@ class BatchAppendJournal(AppendJournal):
         return lambda: self._keep(counts)
 
     def restore(self) -> None:
-        if self._unrolled is not None:
-            self._cache.keys, self._cache.values = self._unrolled
-            self._cache._right_padding = None
         self._keep([0] * self._rows[0].size)
         if self._base:
             self._even_out()
@@ -192,6 +213,10 @@ class BatchAppendJournal(AppendJournal):
         self._unrolled = None
 
     def _keep(self, counts: list[int]) -> None:
+        if self._unrolled is not None:
+            # An attempt before this one was interrupted.
+            self._cache.keys, self._cache.values = self._unrolled
+            self._cache._right_padding = None
         longest = max(counts)
         cache, (offset, left_padding) = self._cache, self._rows
         cache._idx = self._base + longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_spec.errors import TransactionError
+from mlx_spec.errors import CacheChanged, TransactionError
 
 
 class Drive(enum.Enum):
@@ -47,7 +48,8 @@ class AskedMask(NamedTuple):
 
 
 Apply = Callable[[], None]
-"""Second half of a commit. Nothing a caller could mend makes it fail; when it is interrupted, `restore` undoes it."""
+"""Second half of a commit. Nothing a caller could mend makes it fail; when it is interrupted, or done, it can be called
+again and does the whole of it, and `restore` undoes it."""
 
 
 Method = Callable[..., Any]
@@ -62,6 +64,9 @@ class Tape(Protocol):
 
     def replay(self, count: int) -> None:
         """Run the mixer again over the first `count` of its inputs, for the caches alone."""
+
+    def onto(self, leaf: Any, other: Any) -> Tape:
+        """The same inputs for the mixer of the same layer on another leaf."""
 
 
 class Journal(abc.ABC):
@@ -78,6 +83,7 @@ class Journal(abc.ABC):
         by_position: the token mixer that reads this cache must take the block one position at a time.
         wants_positions: only then can part of a block be kept.
         runs_again: a part of a block is kept by running the token mixer again, from its tape.
+        counts: one number of the cache tells whether somebody else wrote to it.
         looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
     """
@@ -87,6 +93,7 @@ class Journal(abc.ABC):
     by_position: bool = False
     wants_positions: bool = False
     runs_again: bool = False
+    counts: bool = False
     looking_at: int | None = None
     masks: dict[int, AskedMask]
 
@@ -114,7 +121,11 @@ class Journal(abc.ABC):
         return None if self._leaf is None else self._leaf()
 
     def close(self) -> None:
-        """The round is over: let go of everything it held, and part the leaf from the cache."""
+        """The round is over and nothing of it will be undone: let go of everything it held."""
+        self.part()
+
+    def part(self) -> None:
+        """The round is over: part the leaf from the cache. `restore` still works."""
         self.closed = True
         leaf = self.leaf
         if leaf is not None:
@@ -127,6 +138,41 @@ class Journal(abc.ABC):
                 f"this {type(self._cache).__name__} stands for a cache in a transaction that is closed. "
                 "Use the cache itself, or open a new transaction."
             )
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else wrote to the cache, as far as its fields tell."""
+        try:
+            self.require_untouched()
+        except CacheChanged:
+            return True
+        return False
+
+    @abc.abstractmethod
+    def require_untouched(self) -> None:
+        """Raise CacheChanged where the cache's fields are not what the round left there."""
+
+    def trimmed(self) -> int | None:
+        """How many tokens somebody else trimmed off the cache; None if what they did was something else.
+
+        Default: caches of which nothing can be trimmed.
+        """
+        return None if self.changed else 0
+
+    def untrim(self) -> None:
+        """Take back that trim. Default: there was none."""
+        return
+
+    def onto(self, twin: Any) -> Journal:
+        """The same memory for a copy of the cache: what its plan does is done to the copy, and nothing to the cache.
+
+        Args:
+            twin: a deep copy of the cache as it stands.
+        """
+        journal = copy.copy(self)
+        journal._cache = twin
+        journal._leaf = None
+        return journal
 
     @property
     def lost(self) -> int:
@@ -234,9 +280,9 @@ def journals_of(leaf: Any) -> list[Journal]:
     return [leaf.journal]
 
 
-def changed_outside(what: str) -> TransactionError:
+def changed_outside(what: str) -> CacheChanged:
     """Somebody wrote to a cache behind its transaction's back."""
-    return TransactionError(
+    return CacheChanged(
         f"the cache was changed outside its open transaction: {what}. "
         "Abort the transaction and begin again from a cache nobody else writes to."
     )

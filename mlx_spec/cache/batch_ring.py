@@ -61,6 +61,9 @@ class BatchRingJournal(RingJournal):
     def _keep(self, counts: list[int]) -> None:
         """Every row's window, aligned at the row's newest token."""
         cache, (offset, left_padding) = self._cache, self._rows
+        if self._ungathered is not None:
+            # An attempt before this one was interrupted.
+            cache.keys, cache.values = self._ungathered
         before, longest = self._in_order(), max(counts)
         used = 0 if before is None else before[0].shape[2]
         size = min(cache.max_size, used + longest)

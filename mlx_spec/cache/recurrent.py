@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Tape, kept_whole
+from mlx_spec.cache.base import Apply, Journal, Tape, kept_whole
 from mlx_spec.cache.stepwise import StepwiseJournal
 
 
@@ -38,10 +38,18 @@ class RecurrentJournal(StepwiseJournal):
         for count in counts:
             if not (self._tapes and 0 < count < self._appended):
                 super().plan([count])
-        self._require_untouched()
+        self.require_untouched()
         if len(counts) > 1:
-            return lambda: self._keep_ragged(list(retained))
+            whole = list(self._cache.cache)
+            return lambda: self._keep_ragged(list(retained), whole)
         return kept_whole if counts == {self._appended} else lambda: self._go_to(retained[0])
+
+    def onto(self, twin: Any) -> Journal:
+        journal = super().onto(twin)
+        leaf = journal.make_leaf()
+        tapes = [(begun, tape.onto(self.leaf, leaf)) for begun, tape in self._tapes]
+        vars(journal).update(_tapes=tapes, _held=leaf)
+        return journal
 
     def close(self) -> None:
         super().close()
@@ -59,10 +67,10 @@ class RecurrentJournal(StepwiseJournal):
             if begun == start < count:
                 tape.replay(count - start)
 
-    def _keep_ragged(self, counts: list[int]) -> None:
-        """Take each row from the state after its own count."""
+    def _keep_ragged(self, counts: list[int], whole: list[Any]) -> None:
+        """Take each row from the state after its own count; `whole` is the state after all of the round."""
         cache = self._cache
-        states = {self._appended: list(cache.cache)}
+        states = {self._appended: whole}
         for count in set(counts) - {self._appended}:
             self._go_to(count)
             states[count] = list(cache.cache)

@@ -104,6 +104,7 @@ class RingJournal(Journal):
 
     methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
     wants_positions = True
+    counts = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
@@ -149,7 +150,7 @@ class RingJournal(Journal):
                 f"the round was opened for {self.width} tokens and holds {self._appended}; "
                 f"{tokens} more do not fit. Open the transaction with the width you verify."
             )
-        self._require_untouched()
+        self.require_untouched()
         if tokens > 1 and self._whole is None:
             if self._appended:
                 raise TransactionError(
@@ -160,10 +161,18 @@ class RingJournal(Journal):
         self._written.append((keys, values))
         self._appended += tokens
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
         want = self._path.places[0].offset + self._appended
         if self._offset() != want:
             raise changed_outside(f"length {self._offset()}, expected {want}")
+
+    def trimmed(self) -> int | None:
+        place = self._path.places[self._appended]
+        surplus = place.offset - self._offset()
+        return surplus if surplus == place.cursor - self._cache._idx >= 0 and self._whole is None else None
+
+    def untrim(self) -> None:
+        self._set_place(self._appended)
 
     def shown(self, read: Callable[[], Any]) -> Any:
         """What the cache shows a mixer that goes by position: the window as it stood there."""
@@ -180,7 +189,7 @@ class RingJournal(Journal):
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
-        self._require_untouched()
+        self.require_untouched()
         if self._appended == 0 or count == self._appended:
             return kept_whole
         if count > self._appended:
@@ -198,6 +207,12 @@ class RingJournal(Journal):
     def restore(self) -> None:
         if self._appended:
             self._go_back_to(0)
+
+    def onto(self, twin: Any) -> Journal:
+        journal = super().onto(twin)
+        if self._whole is not None:
+            vars(journal)["_whole"] = self._whole.onto(self._cache, twin)
+        return journal
 
     def close(self) -> None:
         super().close()

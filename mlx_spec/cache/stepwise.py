@@ -47,6 +47,42 @@ class Snapshot:
                 owner.clear()
                 owner.update(fields)
 
+    def onto(self, root: Any, twin: Any) -> Snapshot:
+        """The same value for a copy of the root, which shares no list, dictionary or object with it.
+
+        Args:
+            root: what the snapshot was taken of.
+            twin: a copy of it; all that hangs on it is replaced by `restore`.
+        """
+        made = copy.copy(self)
+        memo = {id(root): twin, id(root.__dict__): twin.__dict__}
+        contents = {id(owner): (owner, content) for owner, content in self._owners}
+        made._owners = []
+        for owner, content in self._owners:
+            new = made._twin(owner, memo, contents)
+            made._owners.append((new, made._content(content, memo, contents)))
+        return made
+
+    def _content(self, content: Any, memo: dict[int, Any], contents: dict[int, Any]) -> Any:
+        if isinstance(content, list):
+            return [self._twin(value, memo, contents) for value in content]
+        return {key: self._twin(value, memo, contents) for key, value in content.items()}
+
+    def _twin(self, value: Any, memo: dict[int, Any], contents: dict[int, Any]) -> Any:
+        """What stands for a value in the copy's graph. Handles are shared: `restore` gives out fresh ones."""
+        if id(value) in memo:
+            return memo[id(value)]
+        if isinstance(value, tuple):
+            return tuple(self._twin(item, memo, contents) for item in value)
+        if id(value) in contents:
+            memo[id(value)] = type(value)()
+        elif id(getattr(value, "__dict__", None)) in contents:
+            memo[id(value)] = object.__new__(type(value))
+            memo[id(value.__dict__)] = memo[id(value)].__dict__
+        else:
+            return value
+        return memo[id(value)]
+
     def _capture(self, value: Any) -> Any:
         if id(value) in self._memo:
             return self._memo[id(value)]
@@ -143,7 +179,7 @@ class StepwiseJournal(Journal):
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
-        self._require_untouched()
+        self.require_untouched()
         if count == self._appended:
             return kept_whole
         if count not in self._steps:
@@ -157,6 +193,12 @@ class StepwiseJournal(Journal):
     def restore(self) -> None:
         self._steps[0].restore()
 
+    def onto(self, twin: Any) -> Journal:
+        journal = super().onto(twin)
+        steps = {step: snapshot.onto(self._cache, twin) for step, snapshot in self._steps.items()}
+        vars(journal).update(_steps=steps, _marked=[])
+        return journal
+
     @property
     def _appended(self) -> int:
         """Tokens of the round so far; one that marks nothing is taken to be full."""
@@ -167,7 +209,7 @@ class StepwiseJournal(Journal):
         self._steps = {}
         self._marked = []
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
         now = fingerprint(self._cache) if self._marked else []
         if now != self._marked:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import adopt, leaves
-from mlx_spec.cache.base import Drive, is_leaf
+from mlx_spec.cache.adopt import adopt, cache_arrays, leaves
+from mlx_spec.cache.base import Apply, Drive, Journal, is_leaf
 from mlx_spec.errors import TransactionError
 
-_open_caches: weakref.WeakSet[Any] = weakref.WeakSet()
-_open_caches_lock = threading.Lock()
+_open_rounds: dict[int, weakref.ref[SpeculativeCacheTransaction]] = {}
+"""id of a cache -> the round it is in. A round holds its caches, so while it lives no other object has such an id; one
+that is gone holds none."""
+_open_rounds_lock = threading.Lock()
 
 
 class SpeculativeCacheTransaction:
     """Lets a model append up to `width` tokens and then keeps any prefix of them.
 
-    States: open -> committed | aborted. Leaving the `with` block without a commit aborts.
+    States: [unopened ->] open -> committed | aborted. Leaving the `with` block without a commit aborts.
     The caller's cache objects stay the caller's: no method of theirs is replaced, and after a commit
     of n tokens they hold what n one-token forwards would have left.
 
@@ -30,6 +33,10 @@ class SpeculativeCacheTransaction:
         caches: what to hand the model as `cache`.
         width: tokens the round may append.
         active: whether it can still be committed or aborted.
+        committed: tokens of it are kept, however the call of `commit` ended.
+        certain: tokens of the round that are part of the text whatever happens: what `settled_cache` shows of it. Its
+            owner writes it.
+        _decided: what a commit was to keep, and the calls that do it, from the moment it began to write.
         _settled: the caches are what the round leaves behind; only letting go of it is left to do.
 
     Cost:
@@ -47,7 +54,7 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK, opened: bool = True) -> None:
         """Open a round.
 
         Args:
@@ -55,6 +62,8 @@ class SpeculativeCacheTransaction:
             width: tokens the round may append, >= 1.
             drive: how the model's token mixers take these tokens. Those of a model whose mixers are not
                 attached take them whole.
+            opened: False leaves it to `open` or to the `with` statement, so that whoever will close the round can hold
+                it before there is anything to close.
 
         Raises:
             TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
@@ -64,18 +73,41 @@ class SpeculativeCacheTransaction:
         self.width = width
         self.position = 0
         self.active = False
+        self.committed = False
+        self.certain: int | list[int] = 0
+        self._given, self._drive = caches, drive
+        self._unopened = True
         self._settled = False
+        self._decided: tuple[list[int], list[Apply]] | None = None
         self._members: list[Any] = []
-        members = list(leaves(caches))
+        self._journals: list[Journal] = []
+        self.caches: list[Any] = []
+        if opened:
+            self.open()
+
+    def open(self) -> None:
+        """Open a round that was made unopened.
+
+        Raises:
+            TransactionError: it was opened before, or a cache is in an open transaction already.
+        """
+        if not self._unopened:
+            raise TransactionError("this round was opened before. Make a new transaction.")
         try:
-            self._enroll(members)
-            self.caches, self._journals = adopt(caches, width, drive)
-            self.active = True
+            self._enroll(list(leaves(self._given)))
+            self.caches, self._journals = adopt(self._given, self.width, self._drive)
+            self._unopened, self.active = False, True
         except BaseException:
             self._discharge()
             raise
 
     def __enter__(self) -> SpeculativeCacheTransaction:
+        try:
+            if self._unopened:
+                self.open()
+        except BaseException:
+            self.abort()
+            raise
         return self
 
     def __exit__(
@@ -110,26 +142,46 @@ class SpeculativeCacheTransaction:
         """Raise what `commit(retained)` would raise. Changes nothing."""
         self._plan(retained)
 
-    def commit(self, retained: int | Sequence[int] | mx.array) -> None:
+    def commit(self, retained: int | Sequence[int] | mx.array, *, revocable: bool = False) -> None:
         """Keep the first `retained` tokens of the round and close it.
 
         Args:
             retained: tokens to keep, 0..width: one count, or one per row as a list or [B] array.
+            revocable: what `revoke` needs is held until `release`.
 
         Raises:
             TransactionError: out of range, wrong length, closed, or a cache cannot keep that prefix.
                 The round is still open; it can be aborted or committed with another count.
-            Anything else: raised while a cache was written. Every cache is back where the round found it.
+            Anything else: raised while a cache was written. The tokens are kept all the same and the round is closed;
+                only where a cache cannot be written at all is every cache back where the round found it.
+                Where the second attempt was interrupted too, the round is open, and the same commit finishes it.
         """
-        plans = self._plan(retained)
+        if self._decided is None or self._decided[0] != self._counts(retained):
+            self._decided = None
+            plans = self._plan(retained)
+            self._decided = (self._counts(retained), plans)
+        self._require_active("commit")
         try:
-            for apply in plans:
-                apply()
-            self._settled = True
-            self._close()
+            self._finish(revocable)
         except BaseException:
-            self.abort()
+            self._finish_or_undo(revocable)
             raise
+
+    def _finish(self, revocable: bool) -> None:
+        """Do what was decided. Every call of it can be made again, so what was interrupted is done from the start."""
+        if not self._settled:
+            for apply in () if self._decided is None else self._decided[1]:
+                apply()
+            self._settled = self.committed = True
+        self._part()
+        if not revocable:
+            self.release()
+
+    def _finish_or_undo(self, revocable: bool) -> None:
+        try:
+            self._finish(revocable)
+        except Exception:  # noqa: BLE001  the first fault is told; this one only says that there is no finishing
+            self.abort()
 
     def abort(self) -> None:
         """Undo the round. Does nothing when it is closed already.
@@ -139,13 +191,78 @@ class SpeculativeCacheTransaction:
         if not self.active:
             return
         if not self._settled:
-            with ExitStack() as every_layer:
-                for journal in self._journals:
-                    every_layer.callback(journal.restore)
+            self._restore()
             self._settled = True
-        self._close()
+        self._part()
+        self.release()
 
-    def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Any]:
+    def revoke(self) -> None:
+        """Undo a commit that was revocable and was not released. If it is interrupted, call it again."""
+        self._restore()
+        self._settled, self.committed = True, False
+        if self.active:
+            self._part()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of everything the round held, and of the caches. Nothing can be undone afterwards."""
+        for journal in self._journals:
+            journal.close()
+        self._journals = []
+        self._decided = None
+
+    def give_way(self) -> bool:
+        """Close a round on whose caches somebody else wrote, without touching what is theirs.
+
+        Where all they did was to trim every cache, the certain tokens are kept and the trim is done on them.
+
+        Returns:
+            Whether that is so. Otherwise the caches stay as they were made, with the tokens of the round in them.
+        """
+        trims = {journal.trimmed() for journal in self._journals}
+        count = trims.pop() if len(trims) == 1 else None
+        if count is not None:
+            members = list(self._members)
+            for journal in self._journals:
+                journal.untrim()
+            self.commit(self.certain)
+            for cache in members:
+                if count:
+                    cache.trim(count)
+            return True
+        self._settled = True
+        self.abort()
+        return False
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else wrote to the first cache, as far as a look at one cache can tell.
+
+        Cost:
+            A look at one number or one cache's fields, whatever the number of layers.
+        """
+        if not self.active or self._settled:
+            return False
+        counted = (journal for journal in self._journals if journal.counts)
+        return next(counted, self._journals[0]).changed
+
+    def settled_onto(self, twins: Sequence[Any], originals: Sequence[Any]) -> None:
+        """Bring copies of caches in this round to where `certain` tokens leave them. The caches are not touched."""
+        counts = self._counts(self.certain)
+        journals = {id(cache): journal for cache, journal in zip(self._members, self._journals, strict=True)}
+        for original, twin in zip(originals, twins, strict=True):
+            if id(original) in journals:
+                journals[id(original)].plan(counts)
+                settled = journals[id(original)].onto(twin)
+                settled.plan(counts)()
+                settled.close()
+
+    def _restore(self) -> None:
+        with ExitStack() as every_layer:
+            for journal in self._journals:
+                every_layer.callback(journal.restore)
+
+    def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Apply]:
         self._require_active("commit")
         counts = self._counts(retained)
         return [journal.plan(counts) for journal in self._journals]
@@ -175,8 +292,8 @@ class SpeculativeCacheTransaction:
             raise TransactionError(f"cannot {what} this round: it is closed. Open a new transaction.")
 
     def _enroll(self, members: list[Any]) -> None:
-        with _open_caches_lock:
-            busy = [type(cache).__name__ for cache in members if cache in _open_caches or is_leaf(cache)]
+        with _open_rounds_lock:
+            busy = [type(cache).__name__ for cache in members if is_leaf(cache) or _round_of(cache) is not None]
             if busy:
                 raise TransactionError(
                     f"{busy[0]} is in an open transaction already. Commit or abort that one first; "
@@ -184,21 +301,64 @@ class SpeculativeCacheTransaction:
                 )
             # Known as this round's before the first is entered, so that a half-made entry is taken back.
             self._members = members
-            _open_caches.update(members)
+            _open_rounds.update(dict.fromkeys(map(id, members), weakref.ref(self)))
 
-    def _close(self) -> None:
-        """Let go of everything. What was interrupted here can be done again: `active` falls last."""
+    def _part(self) -> None:
+        """Give the caches back. What was interrupted here can be done again: `active` falls last."""
         for journal in self._journals:
-            journal.close()
-        self._journals = []
-        self.caches = []
+            journal.part()
+        self.caches, self._given = [], []
         self._discharge()
         self.active = False
 
     def _discharge(self) -> None:
-        with _open_caches_lock:
-            _open_caches.difference_update(self._members)
+        with _open_rounds_lock:
+            for cache in self._members:
+                if _round_of(cache) is self:
+                    del _open_rounds[id(cache)]
         self._members = []
+
+
+def _round_of(cache: Any) -> SpeculativeCacheTransaction | None:
+    entry = _open_rounds.get(id(cache))
+    return None if entry is None else entry()
+
+
+def settled_cache(prompt_cache: Sequence[Any]) -> list[Any]:
+    """A copy of a prompt cache that holds exactly the text handed out so far, taken while a run streams on it.
+
+    Between two tokens of a run with a drafter the caller's cache may hold a block that is not decided yet. The copy is
+    what mlx-lm's one-token loop would hold there: it can be kept, saved, trimmed, merged and continued, and the run
+    goes on as if nobody had asked. Where no run is at work on the cache, it is a plain copy.
+
+    Args:
+        prompt_cache: what was given to the run as `prompt_cache`. To be called between tokens, by the thread that
+            asks the run for them.
+
+    Raises:
+        CacheChanged: somebody wrote to the cache while the block was open. Nothing was changed.
+
+    Cost:
+        A copy of what differs, and a wait for the device; the run's next write copies the buffers that both hold.
+        Nothing where it is not called.
+
+    Example:
+        >>> from mlx_lm.models.cache import KVCache
+        >>> settled_cache([KVCache()])[0].offset
+        0
+    """
+    twins = copy.deepcopy(list(prompt_cache))
+    originals = list(leaves(prompt_cache))
+    for each in _rounds_of(originals):
+        each.settled_onto(list(leaves(twins)), originals)
+    mx.eval(cache_arrays(twins))
+    return twins
+
+
+def _rounds_of(members: Iterable[Any]) -> list[SpeculativeCacheTransaction]:
+    with _open_rounds_lock:
+        rounds = [_round_of(cache) for cache in members]
+    return list({id(each): each for each in rounds if each is not None}.values())
 
 
 def first_shape(cache: Any) -> tuple[int, ...] | None:

@@ -11,10 +11,13 @@ from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.model.target import Target
 from mlx_spec.rounds.base import RoundLoop
 from mlx_spec.rounds.plain import PlainLoop
+from mlx_spec.sampling import OwnDraws
 from mlx_spec.stats import Statistics
 
 
-def open_loop(drafter: Drafter | None, target: Target, start: int, statistics: Statistics) -> RoundLoop:
+def open_loop(
+    drafter: Drafter | None, target: Target, start: int, statistics: Statistics, draws: OwnDraws
+) -> RoundLoop:
     """Make the drafter's side of one request.
 
     Args:
@@ -22,34 +25,37 @@ def open_loop(drafter: Drafter | None, target: Target, start: int, statistics: S
         target: the model it proposes to.
         start: tokens already in the target's caches, which the drafter has not seen.
         statistics: where failures are told.
+        draws: the random state that the drafter draws from in this request.
 
     Raises:
         IncompatiblePair: the drafter cannot serve this target.
     """
     if drafter is None:
         return PlainLoop()
-    drafter.check(target)
+    draws.lend(drafter.check, target)
     target.attach_taps(drafter.taps)
-    return DraftedLoop(drafter, drafter.open(target, start), statistics)
+    return DraftedLoop(drafter, draws.lend(drafter.open, target, start), statistics, draws)
 
 
 class DraftedLoop(RoundLoop):
     """A loop with a drafter, of whatever kind.
 
-    What the drafter does wrong costs proposals and is told; it never costs a token.
+    What the drafter does wrong costs proposals and is told; it never costs a token, nor moves the random state of
+    the thread: every call into it goes through `draws.lend`.
     """
 
-    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics) -> None:
+    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics, draws: OwnDraws) -> None:
         self.name = drafter.kind
         self.taps = drafter.taps
         self._drafter = drafter
         self._state = state
         self._statistics = statistics
+        self._draws = draws
         self._able = True
 
     def look_at(self, caches: Sequence[Any]) -> None:
         try:
-            self._state.look_at(caches)
+            self._draws.lend(self._state.look_at, caches)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
 
@@ -64,7 +70,7 @@ class DraftedLoop(RoundLoop):
         if not self._able:
             return None
         try:
-            proposals = self._state.propose([bonus], count)
+            proposals = self._draws.lend(self._state.propose, [bonus], count)
             self._check(proposals, count)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._statistics.drafter_failed(error, "its round went on without proposals")
@@ -74,17 +80,18 @@ class DraftedLoop(RoundLoop):
 
     def arrays(self) -> list[mx.array]:
         try:
-            return self._state.arrays() if self._able else []
+            held = self._draws.lend(self._state.arrays) if self._able else []
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             return []
+        return [*held, self._draws.key] if self._able else []
 
     def _follow(self, read: Callable[[Rows, Any], None], ids: Rows, hidden: mx.array | None) -> None:
         """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
         if not self._able:
             return
         try:
-            read(ids, hidden)
+            self._draws.lend(read, ids, hidden)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             self._abort()
@@ -95,7 +102,7 @@ class DraftedLoop(RoundLoop):
 
     def _abort(self) -> None:
         try:
-            self._state.abort()
+            self._draws.lend(self._state.abort)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
 

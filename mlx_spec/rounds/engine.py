@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.errors import CannotMix
+from mlx_spec.errors import CacheChanged, CannotMix
 from mlx_spec.model.target import Target, TargetOutput
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
@@ -27,6 +27,9 @@ from mlx_spec.verify.routes import Route
 
 _CLEAR_EVERY_TOKENS = 256
 """How often mlx's buffer cache is cleared, as the one-token loop does."""
+
+
+Shaped = TypeVar("Shaped")
 
 
 class Emission(NamedTuple):
@@ -49,28 +52,51 @@ class Routes(Protocol):
 
 @dataclass(kw_only=True)
 class OpenRound:
-    """A round that has been dispatched and not yet closed.
+    """A round from before its transaction opens to its end.
 
     Attributes:
-        out: the verify inputs that are part of the text for good: the bonus once it was handed out
-            (or belongs to the prompt), then every accepted proposal handed out. They stay in the cache
-            however the run ends.
+        inputs: [1, W] what is verified.
+        ids: the verify inputs that are part of the text or about to be: the bonus, then accepted proposals. Those
+            handed out are counted by the transaction, as `certain`: they stay in the cache however the run ends.
         key: [2] the random state before the round; None when the sampler draws nothing.
+        caches: the caches as the round found them; committing may put converted ones in their places.
         reads_prompt: its bonus is the prompt's last token.
         stage_ms: host milliseconds per stage.
+        walk: the target's choices, once its forward was built.
         thread: the thread that dispatched it, whose random state its keys belong to.
+        kept: it was committed, and can still be revoked.
+        record: what the statistics are told of it, once it is over.
+        read_again: those of its tokens that were read again, because it could not be committed.
     """
 
     tx: SpeculativeCacheTransaction
-    block: Block
-    output: TargetOutput
-    walk: Walk
-    route: Route
-    stage_ms: dict[str, float]
+    inputs: mx.array
     key: mx.array | None
-    out: list[int] = field(default_factory=list)
+    caches: list[Any]
+    stage_ms: dict[str, float]
+    route: Route
+    output: TargetOutput | None = None
+    walk: Walk | None = None
+    ids: list[int] = field(default_factory=list)
     reads_prompt: bool = False
+    kept: bool = False
+    record: RoundRecord | None = None
+    read_again: int = 0
     thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def width(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def out(self) -> int:
+        """How many of its inputs are part of the text."""
+        return cast(int, self.tx.certain)
+
+    @property
+    def choices(self) -> Walk:
+        """The walk of a round that was dispatched."""
+        return cast(Walk, self.walk)
 
     @property
     def is_foreign(self) -> bool:
@@ -97,9 +123,14 @@ class Engine:
     Invariant whenever a token is handed out: the open round's bonus is that token or an earlier one,
     and every token handed out since is among the round's verify inputs. So at any moment the caches can be
     brought to hold exactly the prompt and the tokens handed out, by committing a prefix of the open round.
+    A round of one token is committed before that token is handed out: nothing is open on the caches then.
 
     The next round is dispatched before the last token of a round is handed out, so that the device
     works while the consumer does.
+
+    An interrupt may come wherever something is called. So a token becomes part of the text by plain assignments right
+    before its `yield`; a round is held in `_open` before its transaction opens; and `_settle` finishes or undoes what
+    it finds there, from wherever it was left.
     """
 
     def __init__(
@@ -120,50 +151,75 @@ class Engine:
         self._open: OpenRound | None = None
         loop.look_at(request.caches)
 
-    def run(self) -> Iterator[Emission]:
+    def run(self, shape: Callable[[Emission], Shaped]) -> Generator[Shaped, None, None]:
         """Hand out the text's tokens.
 
-        However it ends (budget, stop, close, exception) the caches then hold the prompt tokens whose forward
+        However it ends (budget, stop, close, exception, interrupt) the caches then hold the prompt tokens whose forward
         completed and the tokens handed out, the random state stands one draw past the last of these,
-        and no transaction is open.
+        and no transaction is open. What a caller did to its caches while nothing was open on them is left alone.
+
+        Args:
+            shape: what the caller gets for a token; called before the token becomes part of the text. Generators around
+                this one hand it on by `yield from` alone: there no interrupt can come between.
         """
         request = self._request
         try:
             with mx.stream(self._stream):
                 last = self._prefill()
                 opened = self._dispatch(request.prompt[-1:], None, width=1)
-            opened.reads_prompt = True
-            self._count_out(opened, last)
+                opened.reads_prompt = True
+                self._keep(opened, last)
+            opened.tx.certain = 1
+            request.position += 1
+            self._open = None
             if request.budget == 0:
                 request.progress(request.prompt.size, request.prompt.size)
                 request.finish_reason = "length"
             else:
-                yield from self._rounds(opened)
+                yield from self._rounds(opened, shape)
         finally:
-            self._settle()
+            try:
+                self._settle()
+            except BaseException:
+                # What interrupted it comes once; what could not be settled was told by the first attempt.
+                self._settle()
+                raise
 
-    def _rounds(self, current: OpenRound) -> Iterator[Emission]:
+    def _rounds(self, current: OpenRound, shape: Callable[[Emission], Shaped]) -> Generator[Shaped, None, None]:
+        request, statistics = self._request, self._request.statistics
         ending = False
         while not ending:
-            if self._loop.pipelined and current.block.width == 1:
+            if self._loop.pipelined and current.width == 1:
                 successor = self._pass_on(current)
                 token, ending = self._take(current)
             else:
                 token, ending = self._take(current)
                 while token.accepted:
-                    self._count_out(current, token.id)
-                    yield self._hand_out(token)
+                    current.ids.append(token.id)
+                    emission, out = shape(self._emission(token)), current.out + 1
+                    # Nothing is called from here to the `yield`.
+                    current.tx.certain = out
+                    request.position += 1
+                    statistics.emitted_tokens += 1
+                    yield emission
                     if ending:
                         return
+                    self._look_again(current)
                     token, ending = self._take(current)
                 successor = self._advance(current, token, ending)
             self._count(current)
-            if successor is None:
-                self._request.position += 1
-            else:
-                self._count_out(successor, token.id)
+            if successor is not None:
+                self._keep(successor, token.id)
                 current = successor
-            yield self._hand_out(token)
+            emission, open_round = shape(self._emission(token)), self._open
+            # Nothing is called from here to the `yield`.
+            if successor is not None:
+                successor.tx.certain = 1
+            self._open = None if successor is None or successor.kept else open_round
+            request.position += 1
+            statistics.emitted_tokens += 1
+            yield emission
+            self._look_again(current)
 
     # Prompt
 
@@ -181,7 +237,7 @@ class Engine:
             start = request.position
             count = min(request.prefill_step_size, total - 1 - start)
             chunk = request.prompt[start : start + count]
-            with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE) as tx:
+            with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE, opened=False) as tx:
                 output = self._target.forward(chunk[None], tx.caches, self._loop.taps)
                 tx.mark(count)
                 tx.commit(count)
@@ -207,49 +263,49 @@ class Engine:
         request = self._request
         stage_ms: dict[str, float] = {}
         clock = _Clock(stage_ms)
-        key = random_key() if request.sampling.draws else None
         proposals = self._loop.propose(bonus_id, width - 1) if bonus_id is not None and width > 1 else None
         clock.lap("propose")
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
-        tx, output, route = self._verify(inputs)
+        opened = self._begin(inputs, stage_ms)
+        output = self._verify(opened)
         clock.lap("verify")
-        try:
-            block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
-            walk = open_walk(request.sampling, block)
-            clock.lap("mask")
-            hidden = [] if output.hidden is None else [output.hidden]
-            # The states too, though these logits may not need them: what stays lazy belongs to this thread.
-            mx.async_eval(*walk.pending(), *hidden, *state_arrays(request.caches), *self._loop.arrays())
-            clock.lap("verify")
-        except BaseException:
-            self._undo(tx, key)
-            raise
+        block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
+        opened.walk = open_walk(request.sampling, block)
+        clock.lap("mask")
+        hidden = [] if output.hidden is None else [output.hidden]
+        # The states too, though these logits may not need them: what stays lazy belongs to this thread.
+        mx.async_eval(*opened.walk.pending(), *hidden, *state_arrays(request.caches), *self._loop.arrays())
+        clock.lap("verify")
         request.vocab_size = output.logits.shape[-1]
-        self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms, key=key)
+        return opened
+
+    def _begin(self, inputs: mx.array, stage_ms: dict[str, float]) -> OpenRound:
+        """Hold a round, and then open it."""
+        request = self._request
+        tx, route = self._transaction(inputs.shape[1])
+        key = random_key() if request.sampling.draws else None
+        caches = list(request.caches)
+        self._open = OpenRound(tx=tx, inputs=inputs, key=key, caches=caches, stage_ms=stage_ms, route=route)
+        tx.open()
         return self._open
 
-    def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, Route]:
-        """Run the target on a block, by the route that is in force. The transaction is left open."""
-        request, width = self._request, inputs.shape[1]
-        route = self._routes.route(width, request.caches)
-        tx = SpeculativeCacheTransaction(request.caches, width, drive=route.drive)
-        try:
-            return tx, verify(self._target, inputs, tx, route, self._loop.taps), route
-        except CannotMix as error:
-            tx.abort()
-            self._routes.demote(width, request.caches, error)
-            return self._verify(inputs)
-        except BaseException:
-            tx.abort()
-            raise
+    def _transaction(self, width: int) -> tuple[SpeculativeCacheTransaction, Route]:
+        caches = self._request.caches
+        route = self._routes.route(width, caches)
+        return SpeculativeCacheTransaction(caches, width, drive=route.drive, opened=False), route
 
-    @staticmethod
-    def _undo(tx: SpeculativeCacheTransaction, key: mx.array | None) -> None:
-        """Nothing of a round is out: put back the caches and the random state."""
-        tx.abort()
-        if key is not None:
-            rewind_random_state(cast(list[int], key.tolist()))
+    def _verify(self, opened: OpenRound) -> TargetOutput:
+        """Run the target on a block, by the route that is in force."""
+        try:
+            opened.output = verify(self._target, opened.inputs, opened.tx, opened.route, self._loop.taps)
+        except CannotMix as error:
+            opened.tx.abort()
+            self._routes.demote(opened.width, self._request.caches, error)
+            opened.tx, opened.route = self._transaction(opened.width)
+            opened.tx.open()
+            return self._verify(opened)
+        return opened.output
 
     def _merge(self, bonus: mx.array, proposals: mx.array | None) -> mx.array:
         """[1, W] the verify inputs. Ids outside the vocabulary are clamped: the model must be able to embed them."""
@@ -262,7 +318,7 @@ class Engine:
         """The round's next token, and whether the run ends with it."""
         clock = _Clock(current.stage_ms)
         with mx.stream(self._stream):
-            token = current.walk.take(len(current.out) - 1)
+            token = current.choices.take(len(current.ids) - 1)
         clock.lap("accept")
         request = self._request
         if current.reads_prompt:
@@ -273,17 +329,17 @@ class Engine:
         """Dispatch the next plain step on this one's token before that token is read."""
         request = self._request
         with mx.stream(self._stream):
-            self._close(current)
+            self._finish(current)
             if request.budget == 1 and not request.needs_last_append:
                 return None
-            return self._dispatch(current.walk.first(), None, width=1)
+            return self._dispatch(current.choices.first(), None, width=1)
 
     def _advance(self, current: OpenRound, token: Token, ending: bool) -> OpenRound | None:
         """Commit a fully walked round and dispatch the next one on its bonus."""
         request = self._request
         clock = _Clock(current.stage_ms)
         with mx.stream(self._stream):
-            self._close(current)
+            self._finish(current)
             clock.lap("pack")
             if ending:
                 return self._dispatch(token.array, None, width=1) if request.needs_last_append else None
@@ -294,58 +350,120 @@ class Engine:
 
     def _show_drafter(self, current: OpenRound) -> None:
         """What was kept of a round, with its hidden states."""
-        hidden = current.output.hidden
-        kept = None if hidden is None else hidden[:, : len(current.out)]
+        hidden = None if current.output is None else current.output.hidden
+        kept = None if hidden is None else hidden[:, : current.out]
         if current.reads_prompt:
-            self._loop.read_prompt([current.out], kept)
-        elif not self._loop.catch_up([current.out], kept):
+            self._loop.read_prompt([current.ids], kept)
+        elif not self._loop.catch_up([current.ids], kept):
             self._loop = PlainLoop()
 
+    # Ending a round
+
+    def _keep(self, current: OpenRound, bonus_id: int) -> None:
+        """The round's bonus is about to become part of the text. Nothing else is in a round of one token: commit it.
+
+        Until it is part of the text the commit can be revoked.
+        """
+        current.ids.append(bonus_id)
+        if current.width == 1:
+            with mx.stream(self._stream):
+                current.tx.commit(1, revocable=True)
+                if self._request.convert_caches():
+                    mx.async_eval(cache_arrays(self._request.caches))
+            current.kept = True
+
+    def _finish(self, current: OpenRound) -> None:
+        """Keep what is out of a round that is going to be followed by another, and show it to the processors."""
+        if current.kept:
+            current.tx.release()
+        else:
+            self._close(current)
+        self._request.show(current.inputs[0, : current.out])
+
     def _close(self, current: OpenRound) -> None:
-        """Keep the part of the open round that is out. No round is open afterwards."""
-        self._open = None
-        retained = len(current.out)
-        try:
-            current.tx.commit(retained)
-        except BaseException:
-            current.tx.abort()
-            raise
-        if not current.is_foreign:
-            current.walk.rewind(retained)
-        self._request.show(current.block.inputs[0, :retained])
+        """Keep the part of the open round that is out. Called again, it does what is left."""
+        if not current.tx.committed:
+            current.tx.commit(current.out)
+        self._rewind(current)
         self._request.convert_caches()
+
+    @staticmethod
+    def _rewind(current: OpenRound) -> None:
+        if current.walk is not None and not current.is_foreign:
+            current.walk.rewind(current.out)
+
+    def _undo(self, current: OpenRound) -> None:
+        """Nothing of a round is out: put back the caches and the random state."""
+        current.tx.revoke()
+        self._request.caches[:] = current.caches
+        if current.key is not None and not current.is_foreign:
+            rewind_random_state(cast(list[int], current.key.tolist()))
+
+    def _look_again(self, current: OpenRound) -> None:
+        """The caller had the caches. In the middle of a block they are not its to change."""
+        if current.tx.changed:
+            raise CacheChanged(
+                f"the prompt cache was changed while a block of {current.width} tokens was open on it, so this run "
+                "cannot go on. Take `mlx_spec.settled_cache(prompt_cache)` to look at, save or fork it while a run "
+                "with a drafter streams; close the run before changing it."
+            )
 
     # Handing out
 
-    def _count_out(self, current: OpenRound, token_id: int) -> None:
-        """From here on this verify input belongs to the text."""
-        current.out.append(token_id)
-        self._request.position += 1
-
-    def _hand_out(self, token: Token) -> Emission:
+    def _emission(self, token: Token) -> Emission:
         statistics = self._request.statistics
-        statistics.count_token()
-        if statistics.emitted_tokens % _CLEAR_EVERY_TOKENS == 0:
+        statistics.time_token()
+        if (statistics.emitted_tokens + 1) % _CLEAR_EVERY_TOKENS == 0:
             mx.clear_cache()
         return Emission(token.id, token.logprobs, token.accepted)
 
     def _count(self, current: OpenRound) -> None:
-        width = current.block.width
-        record = RoundRecord(width, width - 1, len(current.out) - 1, current.route.name, current.stage_ms)
-        self._request.statistics.count_round(record)
+        if current.record is None:
+            width = current.width
+            current.record = RoundRecord(width, width - 1, current.out - 1, current.route.name, current.stage_ms)
+        self._request.statistics.count_round(current.record)
+
+    # The end
 
     def _settle(self) -> None:
-        """Bring the caches to exactly the prompt and the tokens handed out."""
-        current = self._open
-        if current is not None:
-            with mx.stream(self._stream):
-                if current.out:
-                    self._close(current)
-                else:
-                    self._open = None
-                    self._undo(current.tx, None if current.is_foreign else current.key)
-            if len(current.out) > 1:
-                self._count(current)
-        if self._request.keeps_caches:
-            with mx.stream(self._stream):
-                mx.async_eval(cache_arrays(self._request.caches))
+        """Bring the caches to exactly the prompt and the tokens handed out. Called again, it does what is left."""
+        current, request = self._open, self._request
+        with mx.stream(self._stream):
+            if current is not None:
+                self._settle_round(current)
+                if current.out > 1:
+                    self._count(current)
+                self._open = None
+            elif request.position >= request.prompt.size:
+                # Nothing is open: the caches are stock's, or what the caller made of them since.
+                return
+            if request.keeps_caches:
+                mx.async_eval(cache_arrays(request.caches))
+
+    def _settle_round(self, current: OpenRound) -> None:
+        if not current.out:
+            self._undo(current)
+            return
+        try:
+            self._close(current)
+        except CacheChanged:
+            self._rewind(current)
+            self._open = None
+            if not current.tx.give_way():
+                raise
+        except Exception:  # noqa: BLE001  whatever keeps a commit from being made, the tokens are out
+            self._read_again(current)
+
+    def _read_again(self, current: OpenRound) -> None:
+        """A round that cannot be committed: undo it, and read those of its tokens that are out one by one."""
+        current.tx.abort()
+        caches = self._request.caches
+        for token in current.ids[current.read_again : current.out]:
+            with SpeculativeCacheTransaction(caches, 1, drive=Drive.WHOLE, opened=False) as tx:
+                self._target.forward(mx.array([[token]]), tx.caches)
+                tx.mark(1)
+                tx.commit(1)
+            current.read_again += 1
+            self._request.convert_caches()
+            mx.eval(cache_arrays(caches))
+        self._rewind(current)

@@ -112,6 +112,14 @@ class Mix:
         with self._running(0, count, again=True):
             self._call(*args, **keywords)
 
+    def onto(self, leaf: Any, other: Any) -> Mix:
+        """The same call with one leaf in the place of another, to be replayed there."""
+        twin = copy.copy(self)
+        twin._positional = {name: other if value is leaf else value for name, value in self._positional.items()}
+        twin._keywords = {name: other if value is leaf else value for name, value in self._keywords.items()}
+        twin._journals = journals_of(other)
+        return twin
+
     def _running(self, start: int, stop: int, *, again: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._recall is None else self._recall.running(start, stop, again=again)
 

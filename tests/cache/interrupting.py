@@ -15,7 +15,6 @@ from linecache import getline
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.models import cache as stock
@@ -24,11 +23,8 @@ import mlx_spec.cache
 from mlx_spec.verify import mixers
 
 OWN = [str(path) for path in sorted(Path(mlx_spec.cache.__path__[0]).glob("*.py"))]
-SET_OF_OPEN_CACHES = WeakSet.update.__code__.co_filename
-BY_LINE = frozenset([*OWN, mixers.__file__, stock.__file__, SET_OF_OPEN_CACHES])
+BY_LINE = frozenset([*OWN, mixers.__file__, stock.__file__])
 BY_CALL = frozenset([copy.__file__])
-# Runs when the collector wants it to, which no caller can see fail.
-NOT_OURS = frozenset(["_remove"])
 
 
 class Fault(Exception):
@@ -83,7 +79,7 @@ class Interrupter:
 
     def _called(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         code = frame.f_code
-        if Interrupter.current is not self or code.co_name in NOT_OURS:
+        if Interrupter.current is not self:
             return None
         if code.co_filename in BY_CALL:
             self.pass_point(frame)

@@ -441,23 +441,39 @@ def test_a_change_from_outside_after_the_last_forward_is_noticed_at_commit(name:
         assert_same_cache(mine, want)
 
 
-def test_a_commit_that_fails_half_way_undoes_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Applying only assigns, so nothing a caller does makes it fail; an interrupt still can."""
+class Fault(Exception):
+    """What a broken layer raises."""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_commit_that_fails_half_way_is_finished_or_undone_in_every_layer(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails once, as an interrupt does, is finished; what fails again is undone."""
     caches = [KVCache(), RotatingKVCache(RING), KVCache()]
     for cache in caches:
         append(cache, [1])
     want = independent_copy(caches)
     tx = SpeculativeCacheTransaction(caches, WIDTH)
-    write(tx, BLOCK)
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
+    write(tx, BLOCK[:2])
     (last,) = journals_of(tx.caches[2])
-    monkeypatch.setattr(last, "plan", lambda retained: interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    apply, calls = last.plan([2]), []
+
+    def fails() -> None:
+        calls.append(1)
+        if len(calls) <= times:
+            raise Fault
+        apply()
+
+    monkeypatch.setattr(last, "plan", lambda retained: fails)
+    with pytest.raises(Fault):
         tx.commit(2)
     assert not tx.active
+    assert tx.committed == (times == 1)
+    if tx.committed:
+        for cache in want:
+            for token in BLOCK[:2]:
+                append(cache, [token])
     assert_same_cache(caches, want)
 
 
