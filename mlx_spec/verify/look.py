@@ -42,17 +42,22 @@ class Look:
         return same and self._forms == other._forms
 
     def _walk(self, model: nn.Module) -> None:
-        forms, stack = self._forms, [model]
+        # One loop without calls for what occurs a thousand times: this runs at the start of every request.
+        forms, stack, array = self._forms, [model], mx.array
         while stack:
             value: Any = stack.pop()
-            if isinstance(value, mx.array):
-                forms += (value.shape, value.dtype)
-            elif isinstance(value, nn.Module):
+            if isinstance(value, nn.Module):
                 self._note_module(value)
-                for name in value:
-                    if not name.startswith("_"):
+                for name, held in value.items():
+                    if name[0] != "_":
                         forms.append(name)
-                        stack.append(value[name])
+                        if type(held) is array:
+                            forms.append(held.shape)
+                            forms.append(held.dtype)
+                        else:
+                            stack.append(held)
+            elif isinstance(value, array):
+                forms += (value.shape, value.dtype)
             elif isinstance(value, list | tuple):
                 forms.append(len(value))
                 stack += value
@@ -63,27 +68,28 @@ class Look:
                 self._note_setting(value)
 
     def _note_module(self, module: nn.Module) -> None:
-        made = type(module)
+        made, forms = type(module), self._forms
         own = self._own.get(made)
         if own is None:
             own = self._own[made] = own_class(made)
         self._objects.append(weakref.ref(module))
-        self._forms.append(own)
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN:
-                if name[0] != "_" or name == _TRAINING:
-                    self._forms += (name, value)
-            elif name[0] != "_":
-                self._note_setting(value)
+        forms.append(own)
+        for name, value in module.__dict__.items():
+            if name[0] != "_" or name == _TRAINING:
+                if type(value) in _PLAIN:
+                    forms.append(value)
+                else:
+                    self._note_setting(value)
 
     def _note_setting(self, value: Any) -> None:
         if type(value) in _PLAIN:
             self._forms.append(value)
+        elif id(value) in self._seen:
+            return
         elif hasattr(type(value), "__dataclass_fields__"):
             # The arguments a model was made by are shared by its modules; they are written down once.
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._forms.append(repr(value))
+            self._seen.add(id(value))
+            self._forms.append(repr(value))
         else:
             self._note_object(value)
 

@@ -161,8 +161,11 @@ def op_key(module: Any, method: str) -> int:
 
     An embedding looks rows up, which is no op, and is a head; an adapted one multiplies for both.
     """
-    second = method == _AS_HEAD and own_class(type(module)) not in HEADS
-    return ~id(module) if second else id(module)
+    return ~id(module) if _is_second(type(module), method) else id(module)
+
+
+def _is_second(made: type[Any], method: str) -> bool:
+    return method == _AS_HEAD and own_class(made) not in HEADS
 
 
 @cache
@@ -174,6 +177,8 @@ def _routed_class(base: Any) -> type[Any]:
 
 
 def _routed_method(base: Any, name: str) -> Callable[..., Any]:
+    second = _is_second(base, name)
+
     def stock(self: Any, *args: Any, **keywords: Any) -> Any:
         return getattr(base, name)(self, *args, **keywords)
 
@@ -182,7 +187,7 @@ def _routed_method(base: Any, name: str) -> Callable[..., Any]:
 
     def compute(self: Any, *args: Any, **keywords: Any) -> Any:
         plan = _plan.get()
-        routed = None if plan is None else plan.routed.get(op_key(self, name))
+        routed = None if plan is None else plan.routed.get(~id(self) if second else id(self))
         if plan is None or routed is None or not _holds(args, routed.axis, plan.width):
             return stock(self, *args, **keywords)
         rows = Rows(partial(stock, self, **keywords), args, routed.axis, plan.width)

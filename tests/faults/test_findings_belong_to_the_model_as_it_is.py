@@ -60,7 +60,7 @@ def findings_in(folder: Path) -> list[Findings]:
 # Values
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.parametrize("edit", OF_VALUES)
 def test_new_weights_are_not_compared_with_what_old_ones_gave(edit: str, folder: Path) -> None:
     model = built("dense")
@@ -74,6 +74,7 @@ def test_new_weights_are_not_compared_with_what_old_ones_gave(edit: str, folder:
     assert set(found.values()) == {True}
 
 
+@pytest.mark.deep
 def test_another_process_is_told_the_truth_after_weights_changed(folder: Path) -> None:
     model = built("dense")
     assert_exact(model, width=4)
@@ -84,7 +85,7 @@ def test_another_process_is_told_the_truth_after_weights_changed(folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.parametrize("edit", EDITS)
 def test_no_route_outlives_an_edit_where_rows_round_differently(edit: str) -> None:
     with double(PATTERNS["gen15"]):
@@ -95,7 +96,7 @@ def test_no_route_outlives_an_edit_where_rows_round_differently(edit: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.parametrize("edit", ADAPTER_EDITS)
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_no_route_outlives_an_edit_of_an_adapter(edit: str, dora: bool) -> None:
@@ -124,17 +125,27 @@ def test_a_route_found_on_zeros_is_not_believed_of_what_comes_in_their_place(fol
 
 
 @pytest.mark.slow
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.parametrize(
     ("mix", "kv"),
-    [("sliding", {}), ("mamba2", {}), ("ring_with_keep", {"max_kv_size": 15}), ("hybrid", {})],
+    [("mamba2", {}), ("sliding", {}), ("ring_with_keep", {"max_kv_size": 15}), ("hybrid", {})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_mixers_of_a_replaced_layer_keep_a_part_of_a_block(mix: str, kv: dict[str, int]) -> None:
     model = built(mix)
     assert_exact(model, emitted=14, **kv)
-    replace_layer(model)
+    model.layers[1] = built(mix, seed=6).layers[1]
     assert_exact(model, emitted=14, **kv)
+
+
+@pytest.mark.slow
+@pytest.mark.part(1)
+@pytest.mark.parametrize("mix", ["mamba2", "sliding", "hybrid"])
+def test_what_was_detached_is_attached_again(mix: str) -> None:
+    model = built(mix)
+    assert_exact(model)
+    detach(model)
+    assert_exact(model)
 
 
 def test_another_object_at_the_same_address_is_another_object() -> None:
@@ -167,7 +178,7 @@ def test_a_method_replaced_while_the_program_runs_is_a_change(monkeypatch: pytes
     assert len(findings_in(folder)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_taps_of_a_replaced_layer_are_put_on_the_new_one() -> None:
     model = built("dense", seed=1)
     drafter = random_drafter("dense")
@@ -202,7 +213,7 @@ def test_a_language_model_that_drafts_proposes_what_it_is_able_to_now() -> None:
 
 
 def test_a_look_agrees_with_the_next_while_nothing_changes_whatever_is_attached() -> None:
-    model = built("hybrid")
+    model = built("dense")
     first = Look(model)
     assert_exact(model)
     assert Look(model).agrees(first)
@@ -228,6 +239,7 @@ def test_a_model_that_is_kept_as_it_is_is_judged_once() -> None:
     assert known is record_of(model).now()
 
 
+@pytest.mark.slow
 def test_a_look_keeps_nothing_alive() -> None:
     model = built("dense")
     assert_exact(model)
@@ -237,7 +249,7 @@ def test_a_look_keeps_nothing_alive() -> None:
     assert gone() is None
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_requests_at_once_on_a_model_just_edited_are_both_exact() -> None:
     failures: list[BaseException] = []
     with double(PATTERNS["gen15"]):
