@@ -68,7 +68,6 @@ class StandaloneDrafter(Drafter):
 
     Attributes:
         model: the mlx-lm model.
-        vocab_size: ids it can read and propose.
         vocabulary: token string -> id of its tokenizer; None when it is not known.
     """
 
@@ -85,12 +84,16 @@ class StandaloneDrafter(Drafter):
             vocabulary: token string -> id of its tokenizer.
         """
         evaluate_arrays(model)
-        own = Target(model)
         self.model = model
-        self.name = name or own.name
-        self.vocab_size = min(_head_size(own), _table_size(own))
+        self.name = name or Target(model).name
         self.vocabulary = vocabulary
         self._agreeing: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model as it is now: it may have been given other weights since it was loaded."""
+        own = Target(self.model)
+        return min(_head_size(own), _table_size(own))
 
     def check(self, target: Target) -> None:
         """Refuse a target with another number of tokens, unless padding explains the difference.
@@ -98,12 +101,12 @@ class StandaloneDrafter(Drafter):
         Raises:
             IncompatiblePair: names both numbers.
         """
-        theirs = _table_size(target)
-        small, large = sorted((self.vocab_size, theirs))
+        own, theirs = self.vocab_size, _table_size(target)
+        small, large = sorted((own, theirs))
         # Tables are padded to a multiple of some power of two, each to its own.
         if large - small > (large & -large):
             raise IncompatiblePair(
-                f"drafter {self.name!r} has a vocabulary of {self.vocab_size}, target {target.name!r} one of "
+                f"drafter {self.name!r} has a vocabulary of {own}, target {target.name!r} one of "
                 f"{theirs}. Use a language model with the target's tokenizer."
             )
 
@@ -119,7 +122,8 @@ class StandaloneDrafter(Drafter):
     def open(self, target: Target, start: int = 0) -> StandaloneState:
         """Make the state for one request; see `Drafter.open`."""
         del start
-        return StandaloneState(self.model, self.vocab_size, min(self.vocab_size, _table_size(target)))
+        own = self.vocab_size
+        return StandaloneState(self.model, own, min(own, _table_size(target)))
 
     def _compare(self, own: Mapping[str, int], tokenizer: Any) -> None:
         theirs = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -312,8 +316,11 @@ def _table_size(target: Target) -> int:
 
 
 def _head_size(target: Target) -> int:
-    """Columns of a model's logits; a forward is built for it and none of it evaluated."""
-    return int(target.forward(mx.zeros((1, 1), mx.int32), new_caches(target.model)).logits.shape[-1])
+    """Columns of a model's logits; where nothing is known of its head a forward is built, and none of it evaluated."""
+    try:
+        return target.head_size
+    except UnknownAnatomy:
+        return int(target.forward(mx.zeros((1, 1), mx.int32), new_caches(target.model)).logits.shape[-1])
 
 
 def _require_numbers(model: nn.Module, folder: Path) -> None:

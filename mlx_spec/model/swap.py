@@ -12,6 +12,7 @@ force in the context of the call, and leave parameters and attributes alone.
 
 from __future__ import annotations
 
+import copyreg
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -33,7 +34,22 @@ def swap_class(base: type[Any], kind: str, **own: Any) -> type[Any]:
         kind: what the swap is for; a module has at most one of a kind.
         own: attributes of the class, its `__call__` among them.
     """
-    return type(base.__name__, (base,), {"__module__": base.__module__, **own, _KIND: kind, _STANDS_ON: base})
+    names = {"__module__": base.__module__, "__reduce_ex__": _reduce_as_own, **own, _KIND: kind, _STANDS_ON: base}
+    return type(base.__name__, (base,), names)
+
+
+def _reduce_as_own(self: Any, protocol: Any) -> Any:
+    """A module is copied and pickled as one of its own class: nobody finds a swap by its name, and copies are stock."""
+    made: Any = type(self)
+    own: Any = own_class(made)
+    reduced = own.__reduce_ex__(self, protocol)
+    if not isinstance(reduced, tuple):
+        return reduced
+    make, args, *rest = reduced
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # As it stands pickle refuses another class than the object's.
+        return own.__new__, (own, *args[1:]), *rest
+    return own if make is made else make, tuple(own if arg is made else arg for arg in args), *rest
 
 
 def stack(swapped: type[Any]) -> Iterator[type[Any]]:

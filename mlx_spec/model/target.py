@@ -98,8 +98,19 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return int(self._embedding.weight.shape[0])
+        """Rows of the embedding; where it has no table of its own, an adapter's for one, the columns that it has as a
+        head, or else those of the head."""
+        embedding = self._embedding
+        if "weight" in embedding:
+            return int(embedding["weight"].shape[0])
+        normed = self.raw_embed(mx.zeros((1, 1), mx.int32))
+        head = embedding.as_linear if hasattr(embedding, "as_linear") else self.raw_head
+        return int(head(normed).shape[-1])
+
+    @property
+    def head_size(self) -> int:
+        """Columns of the logits."""
+        return int(self.raw_head(self.raw_embed(mx.zeros((1, 1), mx.int32))).shape[-1])
 
     @property
     def dtype(self) -> mx.Dtype:

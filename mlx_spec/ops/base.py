@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -113,3 +114,13 @@ class WeightedModule(Op):
     """Any other module with matrices of its own, of which nothing is known but how it is called."""
 
     kind = "module"
+
+    def inputs(self, shapes: Sequence[Shape], draw: Draw) -> list[Any]:
+        """As `Op.inputs`; integers are taken for places in the shortest of its matrices."""
+        rows = min(array.shape[0] for _, array in tree_flatten(self.module.parameters()) if array.ndim >= 2)
+        return [
+            (mx.arange(math.prod(shape)) % rows).reshape(shape).astype(dtype)
+            if mx.issubdtype(dtype, mx.integer)
+            else draw(shape, dtype)
+            for shape, dtype in shapes
+        ]

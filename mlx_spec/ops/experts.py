@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlx_spec.ops.base import Draw, Op, Rows, Shape
 
@@ -52,4 +53,5 @@ class Experts(Op):
         return [draw(rows, dtype), entries.reshape(indices).astype(index_dtype), *further]
 
 
-EXPERTS: dict[type[Any], type[Op]] = {SwitchGLU: Experts, SwitchMLP: Experts}
+EXPERTS: dict[type[Any], type[Op]] = {SwitchGLU: Experts, SwitchMLP: Experts, LoRASwitchLinear: Experts}
+"""The last where a model calls it by itself: its plain kin are modules of one matrix."""

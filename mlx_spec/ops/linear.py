@@ -47,18 +47,12 @@ class DenseLinear(Op):
 
     def _batched(self, rows: Rows) -> mx.array:
         bias = self.module.get("bias")
-        apart, weight = self._rows_apart(rows), self.module["weight"].T[None]
+        apart, weight = rows_apart(rows.args[0]), self.module["weight"].T[None]
         return as_given(rows, mx.matmul(apart, weight) if bias is None else mx.addmm(bias, apart, weight))
 
     def _batched_bias_apart(self, rows: Rows) -> mx.array:
-        product = mx.matmul(self._rows_apart(rows), self.module["weight"].T[None])
+        product = mx.matmul(rows_apart(rows.args[0]), self.module["weight"].T[None])
         return as_given(rows, product + self.module["bias"])
-
-    @staticmethod
-    def _rows_apart(rows: Rows) -> mx.array:
-        given = rows.args[0]
-        columns = given.shape[-1]
-        return mx.as_strided(mx.contiguous(given), (given.size // columns, 1, columns), (columns, 1, 1))
 
 
 class HeldMatrix(DenseLinear):
@@ -156,6 +150,12 @@ def _gemv_simd_groups(outputs: int, shares: int, lanes: int) -> int:
     while simd_groups > 1 and outputs < simd_groups * team_rows * 2 * gpu_cores():
         simd_groups //= 2
     return simd_groups
+
+
+def rows_apart(given: mx.array) -> mx.array:
+    """[..., K] -> [M, 1, K], every row a matrix of one row, laid out so that no call folds them together again."""
+    columns = given.shape[-1]
+    return mx.as_strided(mx.contiguous(given), (given.size // columns, 1, columns), (columns, 1, 1))
 
 
 def as_given(rows: Rows, out: mx.array) -> mx.array:

@@ -43,6 +43,9 @@ class Emission(NamedTuple):
 class Routes(Protocol):
     """Tells how a block of some width may be verified on these caches."""
 
+    def begin(self) -> None:
+        """The run starts: what was answered before holds only if the model has not changed since."""
+
     def route(self, width: int, caches: list[Any]) -> Route:
         """The cheapest one that is known to be equal to one-token decode."""
 
@@ -165,6 +168,8 @@ class Engine:
         request = self._request
         try:
             with mx.stream(self._stream):
+                self._routes.begin()
+                self._target.attach_taps(self._loop.taps)
                 last = self._prefill()
                 opened = self._dispatch(request.prompt[-1:], None, width=1)
                 opened.reads_prompt = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK
 from mlx_spec.verify import routes
 from mlx_spec.verify.bindings import Bindings
+from mlx_spec.verify.exemplar import Exemplar
 from mlx_spec.verify.op_table import OpTable
 from mlx_spec.verify.routes import Route
-from mlx_spec.verify.trial import CANNOT_TAKE, PROBES, Probe, Situation, Trial, attention_calls, evaluated
+from mlx_spec.verify.trial import CANNOT_TAKE, PROBES, Situation, Trial, attention_calls, evaluated
 
 
 class Certificate:
@@ -33,13 +35,12 @@ class Certificate:
         failure: what the model raised on a block, None if it took all that were tried.
     """
 
-    def __init__(self, model: nn.Module, situation: Situation, ops: OpTable, bindings: Bindings) -> None:
+    def __init__(self, model: nn.Module, situation: Situation, exemplar: Exemplar, bindings: Bindings) -> None:
         self.failure: str | None = None
         self._verdicts: dict[tuple[int, Drive], bool] = {}
-        self._read: dict[Probe, list[Any]] = {}
         self._attention: dict[int, list[AttentionCall]] = {}
-        self._trials: dict[tuple[Probe, int | None], Trial] = {}
-        self._ops = ops
+        self._exemplar = exemplar
+        self._ops = exemplar.own_ops
         self._bindings = bindings
         self._lock = threading.Lock()
         self._model = weakref.ref(model)
@@ -98,34 +99,32 @@ class Certificate:
         return replace(route, plan=replace(route.plan, ways=ways))
 
     def _route(self, width: int, drive: Drive) -> Route:
-        model = self._alive()
-        plan = self._ops.plan(model, width)
+        return self._route_on(self._alive(), self._ops, width, drive)
+
+    def _route_on(self, model: nn.Module, ops: OpTable, width: int, drive: Drive) -> Route:
+        plan = ops.plan(model, width)
         if drive is Drive.QUERIES:
-            plan = replace(plan, by_position=self._bindings.attach(model).kinds, attention=self._ops.attention_route)
+            plan = replace(plan, by_position=self._bindings.attach(model).kinds, attention=ops.attention_route)
         routes.attach(model, plan)
         return Route(drive, plan or None)
 
     def _probe(self, width: int, drive: Drive) -> bool:
-        model = self._alive()
+        model, ops = self._exemplar.tried()
         try:
-            route = self._route(width, drive)
-            return all(trial.equal(model, width, route) for trial in self._all_trials(model))
+            route = self._route_on(model, ops, width, drive)
+            return all(trial.equal(model, width, route) for trial in self._trials(model))
         except CANNOT_TAKE as error:
             # Some models read single tokens only.
             self.failure = f"{type(error).__name__}: {error}"
             return False
 
-    def _all_trials(self, model: nn.Module) -> list[Trial]:
-        starts = [(probe, None) for probe in PROBES]
-        return [self._trial(model, *start) for start in (*starts, *((PROBES[0], at) for at in self._situation.starts))]
-
-    def _trial(self, model: nn.Module, probe: Probe, length: int | None) -> Trial:
+    def _trials(self, model: nn.Module) -> Iterator[Trial]:
+        """From where each probe ends, and from where the situation has its edges."""
         likeness = self._situation.caches
-        if probe not in self._read:
-            self._read[probe] = evaluated(probe.read(model, likeness))
-        if (probe, length) not in self._trials:
-            self._trials[probe, length] = Trial(probe, copy.deepcopy(self._read[probe]), likeness, length)
-        return self._trials[probe, length]
+        for probe in PROBES:
+            read = evaluated(probe.read(model, likeness))
+            for length in (None, *(self._situation.starts if probe is PROBES[0] else ())):
+                yield Trial(probe, copy.deepcopy(read), likeness, length)
 
     def _alive(self) -> Any:
         model = self._model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,10 +12,9 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.model.target import Target
 from mlx_spec.ops.attention import KeyStretch
 from mlx_spec.stats import Statistics
-from mlx_spec.verify import mixers
 from mlx_spec.verify.bindings import Bound
 from mlx_spec.verify.certificate import Certificate
-from mlx_spec.verify.lengths import block_limit
+from mlx_spec.verify.known import Known
 from mlx_spec.verify.record import record_of
 from mlx_spec.verify.routes import BLOCK, STEP_THROUGH, Route
 from mlx_spec.verify.trial import CANNOT_TAKE, Situation, require_cuttable
@@ -49,8 +49,18 @@ class CertifiedRoutes:
         self._statistics = statistics
         self._verdicts: dict[Place, Route] = {}
         self._likenesses: dict[tuple[type[Any], ...], Likeness] = {}
-        self._limit = block_limit(target.model)
         self.verify = verify
+
+    @functools.cached_property
+    def _known(self) -> Known:
+        """What is known of the model as it was when the request began; a plain run asks for nothing."""
+        return self._record.now()
+
+    def begin(self) -> None:
+        """The first token is asked for, maybe long after the request was put together: look at the model again."""
+        if "_known" in vars(self) and self._record.now() is not self._known:
+            del self._known
+            self._verdicts.clear()
 
     def route(self, width: int, caches: Sequence[Any]) -> Route:
         """The cheapest certified route for a verify call of `width` tokens on these caches."""
@@ -67,12 +77,12 @@ class CertifiedRoutes:
         if kinds not in self._likenesses:
             self._likenesses[kinds] = Likeness(caches)
         end = tokens_held(caches) + width
-        beyond = self._limit is not None and end > self._limit
+        beyond = self._known.block_limit is not None and end > self._known.block_limit
         return Place(width, Situation.at(self._likenesses[kinds], end), KeyStretch.at(end, width), beyond)
 
     def _decide(self, width: int, caches: Sequence[Any]) -> Route:
         if needs_mixers(caches):
-            mixers.attach(self._target.model)
+            self._known.attach_mixers()
         place = self._key(width, caches)
         if place.situation.caches.strangers:
             names = ", ".join(place.situation.caches.strangers)
@@ -80,7 +90,7 @@ class CertifiedRoutes:
         if self.verify == "fast":
             return self._fast(width, place.situation)
         started = time.perf_counter()
-        certificate = self._record.certificate(place.situation)
+        certificate = self._known.certificate(place.situation)
         route = self._certified(certificate, place)
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
         if route is not None:
@@ -103,7 +113,7 @@ class CertifiedRoutes:
         whole = None if place.beyond else self._whole(certificate, place.width, place.keys)
         if whole is not None:
             return whole
-        mixers.attach(self._target.model)
+        self._known.attach_mixers()
         holds = certificate.holds(place.width, Drive.POSITIONS)
         return certificate.route(place.width, Drive.POSITIONS) if holds else None
 

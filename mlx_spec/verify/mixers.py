@@ -17,12 +17,12 @@ from mlx import nn
 from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
-from mlx_spec.model.swap import lock, swap_class, swap_of
+from mlx_spec.model.swap import lock, own_class, swap_class, swap_of
 from mlx_spec.verify.mix import Mix
 from mlx_spec.verify.recall import RUNS_AGAIN
 from mlx_spec.verify.trace import watched
 
-_MIX = "mix"
+MIX = "mix"
 """Kind of the swap."""
 
 
@@ -32,21 +32,23 @@ def attach(model: nn.Module) -> int:
     Returns:
         Mixers attached now or before.
     """
+    return len(attach_all(model))
+
+
+def attach_all(model: nn.Module) -> list[Any]:
+    """Attach, and return the mixers. That some are attached says nothing about others: a layer may be a new one."""
     with lock:
-        mixers = [module for module in model.modules() if swap_of(module, _MIX) is not None]
-        if mixers:
-            return len(mixers)
         mixers, run_again = _trace(model)
         found = [type(mixer) for mixer in mixers]
         try:
             for mixer in mixers:
-                mixer.__class__ = mixing_class(type(mixer), id(mixer) in run_again)  # type: ignore[arg-type]
+                if swap_of(mixer, MIX) is None:
+                    mixer.__class__ = mixing_class(type(mixer), id(mixer) in run_again)  # type: ignore[arg-type]
         except BaseException:
-            # Some would pass for all.
             for mixer, base in zip(mixers, found, strict=True):
                 mixer.__class__ = base
             raise
-        return len(mixers)
+        return mixers
 
 
 @cache
@@ -58,7 +60,7 @@ def mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
         positional = {names[place] if place < len(names) else str(place): arg for place, arg in enumerate(args)}
         return Mix(partial(base.__call__, self), positional, keywords).run()
 
-    return swap_class(base, _MIX, __call__=call, **{RUNS_AGAIN: runs_again})
+    return swap_class(base, MIX, __call__=call, **{RUNS_AGAIN: runs_again})
 
 
 def _trace(model: nn.Module) -> tuple[list[Any], set[int]]:
@@ -92,10 +94,10 @@ def _trace(model: nn.Module) -> tuple[list[Any], set[int]]:
 
 def _readers(model: nn.Module, mixers: dict[int, Any]) -> list[Any]:
     """In layers without a cache of their own, what elsewhere is a mixer: it reads the keys of another one."""
-    kinds = {type(mixer) for mixer in mixers.values()}
+    kinds = {own_class(type(mixer)) for mixer in mixers.values()}
     found: list[Any] = []
     for layer in model.layers:
         parts = list(layer.modules())
         if not any(id(part) in mixers for part in parts):
-            found.extend(part for part in parts if type(part) in kinds)
+            found.extend(part for part in parts if own_class(type(part)) in kinds)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlx import nn
 
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
@@ -14,16 +16,18 @@ from mlx_spec.verify.verdicts import Verdicts
 class OpTable:
     """The ops of one model, and the route found for each at each width.
 
-    Attributes:
+    Args:
         verdicts: where findings are kept.
+        to_try: gives the subject that is tried in the place of one with the same key.
 
     Cost:
         The first question traces the model. A width is tried when it is first needed, once for every
         distinct op.
     """
 
-    def __init__(self, verdicts: Verdicts) -> None:
+    def __init__(self, verdicts: Verdicts, to_try: Callable[[Subject], Subject] = lambda subject: subject) -> None:
         self.verdicts = verdicts
+        self._to_try = to_try
         self._subjects: dict[int, Subject] | None = None
         self._plans: dict[int, Plan] = {}
         self._attention: dict[tuple[AttentionCall, KeyStretch], str] = {}
@@ -40,7 +44,7 @@ class OpTable:
         """The route of one op at a width."""
         known = self.verdicts.op(subject.key, width)
         if known is None or known not in subject.op.routes:
-            known = choose(subject, width)
+            known = choose(self._to_try(subject), width)
             self.verdicts.add_op(subject.key, width, known)
         return known
 

@@ -13,9 +13,14 @@ from mlx_spec.environment import certificate_folder
 from mlx_spec.model.swap import unswap
 from mlx_spec.verify.bindings import Bindings
 from mlx_spec.verify.certificate import Certificate
+from mlx_spec.verify.known import Known
+from mlx_spec.verify.look import Look
 from mlx_spec.verify.op_table import OpTable
 from mlx_spec.verify.trial import Situation
 from mlx_spec.verify.verdicts import Verdicts, facts_of
+
+_MOST_MAKES = 8
+"""Makes of one model, as it was and as it is, whose findings are kept in memory."""
 
 
 class ModelRecord:
@@ -38,8 +43,9 @@ class ModelRecord:
         self.tokenizer: Any = None
         self._model = weakref.ref(model)
         self._folder = folder
-        self._ops: OpTable | None = None
-        self._certificates: dict[Situation, Certificate] = {}
+        self._look: Look | None = None
+        self._known: Known | None = None
+        self._verdicts: dict[str, Verdicts] = {}
         self._lock = threading.RLock()
         weakref.finalize(model, self.bindings.release)
 
@@ -47,20 +53,39 @@ class ModelRecord:
         """Whether this is the record of that very object."""
         return self._model() is model
 
+    def now(self) -> Known:
+        """What is known of the model as it is now: after any change but of weights' values, nothing yet.
+
+        Cost:
+            A `Look`; after a change as well what reading the findings on disk takes.
+        """
+        with self._lock:
+            model = self._alive()
+            look = Look(model)
+            if self._known is None or self._look is None or not look.agrees(self._look):
+                self._known = Known(model, self._findings(facts_of(model)), self.bindings)
+                self._look = look
+            return self._known
+
+    def _findings(self, facts: dict[str, str]) -> Verdicts:
+        """What was found under these facts: an adapter that comes and goes is not tried anew each time."""
+        key = repr(sorted(facts.items()))
+        found = self._verdicts.pop(key, None)
+        if found is None:
+            found = Verdicts(facts, self._folder)
+        self._verdicts[key] = found
+        while len(self._verdicts) > _MOST_MAKES:
+            self._verdicts.pop(next(iter(self._verdicts)))
+        return found
+
     @property
     def ops(self) -> OpTable:
         """The routes found for the model's ops."""
-        with self._lock:
-            if self._ops is None:
-                self._ops = OpTable(Verdicts(facts_of(self._alive()), self._folder))
-            return self._ops
+        return self.now().ops
 
     def certificate(self, situation: Situation) -> Certificate:
         """What the model was found to do with blocks in a situation; nothing is tried before it is asked."""
-        with self._lock:
-            if situation not in self._certificates:
-                self._certificates[situation] = Certificate(self._alive(), situation, self.ops, self.bindings)
-            return self._certificates[situation]
+        return self.now().certificate(situation)
 
     def detach(self) -> None:
         """Give the model back as it was: every module its own class, every name of mlx-lm its own function.

@@ -28,6 +28,8 @@ from mlx_spec.verify.recall import RUNS_AGAIN, recalled
 ATTENTION = "attention"
 """What attention is called among the things that go by position."""
 
+_AS_HEAD = "as_linear"
+
 _ROUTE = "route"
 """Kind of the swap."""
 
@@ -46,7 +48,7 @@ class Plan:
 
     Attributes:
         width: tokens; a call over any other number of rows is left to the stock op.
-        routed: id of a module -> its route, for those that do not take the stock one.
+        routed: key of an op -> its route, for those that do not take the stock one.
         by_position: what is computed for one position at a time though mixers take the block whole: attention over
             the keys that stand up to the query, state updates from the state before the position.
         attention: tells by which way a call of attention that goes by position may be computed all the same, for
@@ -138,8 +140,9 @@ def attach(model: nn.Module, plan: Plan) -> None:
     remember(model)
     with lock:
         for module in model.modules():
-            if id(module) in plan.routed and swap_of(module, _ROUTE) is None:
-                op, base = plan.routed[id(module)].op, type(module)
+            routed = plan.routed.get(id(module)) or plan.routed.get(~id(module))
+            if routed is not None and swap_of(module, _ROUTE) is None:
+                op, base = routed.op, type(module)
                 made = _holding_class(base, op.name) if isinstance(op, HeldMatrix) else _routed_class(base)  # type: ignore[arg-type]
                 module.__class__ = made
 
@@ -153,9 +156,28 @@ def remember(model: nn.Module) -> None:
                 module.__class__ = _routed_class(type(module))  # type: ignore[arg-type]
 
 
+def op_key(module: Any, method: str) -> int:
+    """By what a plan knows an op: the id of its module; the complement where that has two and this is the second.
+
+    An embedding looks rows up, which is no op, and is a head; an adapted one multiplies for both.
+    """
+    return ~id(module) if _is_second(type(module), method) else id(module)
+
+
+def _is_second(made: type[Any], method: str) -> bool:
+    return method == _AS_HEAD and own_class(made) not in HEADS
+
+
 @cache
 def _routed_class(base: Any) -> type[Any]:
-    name = "as_linear" if own_class(base) in HEADS else "__call__"
+    names = [name for name in ("__call__", _AS_HEAD) if hasattr(base, name)]
+    if own_class(base) in HEADS:
+        names = [_AS_HEAD]
+    return swap_class(base, _ROUTE, **{name: _routed_method(base, name) for name in names})
+
+
+def _routed_method(base: Any, name: str) -> Callable[..., Any]:
+    second = _is_second(base, name)
 
     def stock(self: Any, *args: Any, **keywords: Any) -> Any:
         return getattr(base, name)(self, *args, **keywords)
@@ -165,13 +187,13 @@ def _routed_class(base: Any) -> type[Any]:
 
     def compute(self: Any, *args: Any, **keywords: Any) -> Any:
         plan = _plan.get()
-        routed = None if plan is None else plan.routed.get(id(self))
+        routed = None if plan is None else plan.routed.get(~id(self) if second else id(self))
         if plan is None or routed is None or not _holds(args, routed.axis, plan.width):
             return stock(self, *args, **keywords)
         rows = Rows(partial(stock, self, **keywords), args, routed.axis, plan.width)
         return routed.op.run(routed.route, rows)
 
-    return swap_class(base, _ROUTE, **{name: call})
+    return call
 
 
 @cache

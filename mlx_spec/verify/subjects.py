@@ -9,13 +9,17 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_spec.cache.adopt import new_caches
+from mlx_spec.cache.base import is_leaf
+from mlx_spec.model.arrays import own_arrays
 from mlx_spec.model.swap import own_class
+from mlx_spec.ops.adapters import ADAPTERS
 from mlx_spec.ops.base import Op, Shape, WeightedModule
 from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.experts import EXPERTS
 from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS, LINEARS
 from mlx_spec.verify import products
+from mlx_spec.verify.routes import op_key
 from mlx_spec.verify.trace import watched
 
 _TRACED_TOKENS = 3
@@ -26,7 +30,8 @@ def find_subjects(model: nn.Module) -> dict[int, Subject]:
 
     Found by tracing one forward over a token and one over three; what differs between the shapes tells which axis
     counts positions. Modules with caches and what is not called with rows are no ops. A product that the model makes
-    itself counts as the module that holds the matrix.
+    itself counts as the module that holds the matrix. A module that has matrices of its own beside other modules, as
+    an adapter has, is an op, and so are those others.
 
     Cost:
         Two forwards on fresh caches, of which nothing is evaluated but what the model itself reads.
@@ -58,37 +63,43 @@ def _calls(model: nn.Module, tokens: int) -> dict[int, _Seen]:
     seen: dict[int, _Seen] = {}
     classes = {id(module): own_class(type(module)) for module in model.modules()}
     holders = _holders_of_others(model)
+    entered_now: list[int] = []
+    fed: set[int] = set()
 
     def entered(module: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        entered_now.append(id(module))
+        if any(map(is_leaf, (*args, *keywords.values()))):
+            fed.update(entered_now)
         own = classes.get(id(module))
-        if own is None or id(module) in seen or keywords:
+        key = op_key(module, method)
+        if own is None or key in seen or keywords or not args or not isinstance(args[0], mx.array):
             return
-        made_by = _maker(own, method, module, id(module) in holders)
-        if made_by is not None and args and isinstance(args[0], mx.array):
-            seen[id(module)] = _Seen(made_by(module), args, partial(getattr(own, method), module))
+        made_by = _maker(own, method, module, id(module) in holders and len(args) > 1)
+        if made_by is not None:
+            seen[key] = _Seen(made_by(module), args, partial(getattr(own, method), module))
 
     def multiplied(module: Any, held: HeldMatrix, rows: mx.array) -> None:
         seen.setdefault(id(module), _Seen(held, (rows,), held.times))
 
-    with products.watched(model, multiplied), watched(model, entered):
+    with products.watched(model, multiplied), watched(model, entered, entered_now.pop):
         model(mx.zeros((1, tokens), mx.int32), cache=new_caches(model))
-    return seen
+    # What works on a cache, or holds what does, computes no row by itself.
+    return {key: each for key, each in seen.items() if key not in holders or key not in fed}
 
 
-def _maker(own: type[Any], method: str, module: Any, holds_others: bool) -> type[Op] | None:
-    if method == "as_linear":
-        return HEADS.get(own)
+def _maker(own: type[Any], method: str, module: Any, is_bound_up: bool) -> type[Op] | None:
+    """is_bound_up: it holds other modules and is given more than rows."""
     if own in HEADS:
-        return None
-    known = LINEARS.get(own) or EXPERTS.get(own)
-    if known is not None or holds_others:
+        return HEADS[own] if method == "as_linear" else None
+    known = ADAPTERS.get((own, method)) or LINEARS.get(own) or EXPERTS.get(own)
+    if known is not None or is_bound_up:
         return known
-    matrices = [value for value in module.values() if isinstance(value, mx.array) and value.ndim >= 2]
+    matrices = [array for array in own_arrays(module) if array.ndim >= 2]
     return WeightedModule if matrices and not hasattr(module, "stride") else None
 
 
 def _holders_of_others(model: nn.Module) -> set[int]:
-    """Modules that have modules of their own: their matrices are used together with those, so they are no single op."""
+    """Modules that have modules of their own, whose matrices are used together with those."""
     return {id(module) for module in model.modules() if len(module.modules()) > 1}
 
 

@@ -89,6 +89,8 @@ PROBES = (Probe(PROMPT_TOKENS, 7, 13), Probe(PROMPT_TOKENS + 5, 5, 11))
 class Trial:
     """Blocks and single tokens from one state of a model's caches on.
 
+    Both are run in the same call: weights may be others by the next.
+
     Args:
         probe: what goes on from there.
         caches: what the probe left, to be kept.
@@ -102,49 +104,54 @@ class Trial:
         likeness.quantize(caches)
         self._probe = probe
         self._start = evaluated(caches)
-        self._stepped = copy.deepcopy(caches)
-        self._logits: list[mx.array] = []
-        self._states: list[list[mx.array]] = []
 
     def equal(self, model: nn.Module, width: int, route: Route) -> bool:
         """Whether the block's rows are the steps', and the caches it leaves those of as many steps as are kept.
 
         Where a shorter part of the block is kept by running mixers again, every length is tried.
         """
-        self._step_to(model, width)
+        steps = self._steps(model, width)
         parts = {width}
         if runs_again(self._start):
             parts = set(range(1, width + 1))
         elif needs_mixers(self._start):
             parts = {1, width - 1, width}
-        return all(self._equal_keeping(model, width, count, route) for count in sorted(parts, reverse=True))
+        return all(self._equal_keeping(model, steps, count, route) for count in sorted(parts, reverse=True))
 
-    def _equal_keeping(self, model: nn.Module, width: int, retained: int, route: Route) -> bool:
-        caches = copy.deepcopy(self._start)
+    def _equal_keeping(self, model: nn.Module, steps: list[_Step], retained: int, route: Route) -> bool:
+        caches, width = copy.deepcopy(self._start), len(steps)
         with SpeculativeCacheTransaction(caches, width, drive=route.drive) as tx:
             with verifying(route.plan):
                 block = model(self._probe.ids(self._probe.tokens, width), cache=tx.caches)
             mx.eval(block)
-            if not all(same_bits(block[:, index], step) for index, step in enumerate(self._logits[:width])):
+            if not all(same_bits(block[:, index], step.logits) for index, step in enumerate(steps)):
                 return False
             tx.mark(width)
             tx.commit(retained)
-        return all(map(same_bits, visible_arrays(caches), self._states[retained - 1]))
+        return all(map(same_bits, visible_arrays(caches), steps[retained - 1].states))
 
-    def _step_to(self, model: nn.Module, width: int) -> None:
-        """One-token forwards until there are `width` of them."""
-        while len(self._logits) < width:
-            ids = self._probe.ids(self._probe.tokens + len(self._logits), 1)
-            # A step that fails must leave the caches where the steps noted so far end.
-            with SpeculativeCacheTransaction(self._stepped, 1) as tx:
-                logits = model(ids, cache=tx.caches)
-                mx.eval(logits, cache_arrays(self._stepped))
-                tx.commit(1)
-            step, states = logits[:, 0], [mx.contiguous(array) for array in visible_arrays(self._stepped)]
-            # Evaluated here: another thread may be the next to compare with them, and this one may have ended by then.
-            mx.eval(step, states)
-            self._logits.append(step)
-            self._states.append(states)
+    def _steps(self, model: nn.Module, width: int) -> list[_Step]:
+        """That many one-token forwards."""
+        caches, steps = copy.deepcopy(self._start), []
+        for place in range(width):
+            logits = model(self._probe.ids(self._probe.tokens + place, 1), cache=caches)
+            mx.eval(logits, cache_arrays(caches))
+            steps.append(_Step(logits[:, 0], [mx.contiguous(array) for array in visible_arrays(caches)]))
+            # What stays lazy would see the next step's write.
+            mx.eval(*steps[-1])
+        return steps
+
+
+class _Step(NamedTuple):
+    """One token.
+
+    Attributes:
+        logits: [1, V] what it gave.
+        states: the arrays it left in the caches.
+    """
+
+    logits: mx.array
+    states: list[mx.array]
 
 
 def evaluated(caches: list[Any]) -> list[Any]:

@@ -19,9 +19,11 @@ from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mlx_spec.environment import mlx_settings
+from mlx_spec.model.swap import own_class
 from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
+from mlx_spec.verify.sources import own_edition, sources_of
 
-FORMAT = 2
+FORMAT = 3
 """Of the file. Another one where routes were added: what was found before them may be slower than need be."""
 
 
@@ -110,12 +112,14 @@ def _short(key: str) -> str:
 
 
 def facts_of(model: nn.Module) -> dict[str, str]:
-    """Everything that decides which routes are equal: versions, device, system, and the make of the model."""
+    """Everything that decides which routes are equal: versions, code, device, system, and the make of the model."""
     device = mx.device_info()
     return {
         "format": str(FORMAT),
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
+        "mlx_spec": own_edition(),
+        "sources": sources_of(model),
         "device": f"{mx.default_device()} {device.get('architecture', '')} {device.get('device_name', '')}",
         "system": f"{platform.platform()} {platform.python_version()}",
         "environment": mlx_settings(),
@@ -129,7 +133,8 @@ def make_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         settings = {key: value for key, value in vars(module).items() if _is_setting(key, value)}
-        digest.update(repr((name, type(module).__name__, sorted(settings.items()))).encode())
+        own = own_class(type(module))
+        digest.update(repr((name, own.__module__, own.__qualname__, sorted(settings.items()))).encode())
     for name, array in sorted(tree_flatten(model.parameters())):
         digest.update(repr((name, tuple(array.shape), str(array.dtype))).encode())
     return digest.hexdigest()[:32]
@@ -137,4 +142,4 @@ def make_of(model: nn.Module) -> str:
 
 def _is_setting(name: str, value: Any) -> bool:
     plain = isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)
-    return plain and not name.startswith("_")
+    return plain and (name == "_training" or not name.startswith("_"))

@@ -107,7 +107,8 @@ def test_threads_that_save_at_once_leave_one_whole_file(tmp_path: Path) -> None:
 
 def test_facts_name_versions_device_and_system() -> None:
     facts = facts_of(MIXES["dense"].model())
-    assert set(facts) == {"format", "mlx", "mlx-lm", "device", "system", "environment", "kernels", "model"}
+    versions = {"format", "mlx", "mlx-lm", "mlx_spec", "sources"}
+    assert set(facts) == versions | {"device", "system", "environment", "kernels", "model"}
     assert all(facts[name] for name in facts if name != "environment")
 
 
