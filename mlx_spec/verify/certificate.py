@@ -13,6 +13,7 @@ from mlx import nn
 from mlx_spec.cache.base import Drive
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK
+from mlx_spec.progress import tell
 from mlx_spec.verify import routes
 from mlx_spec.verify.bindings import Bindings
 from mlx_spec.verify.op_table import OpTable
@@ -109,7 +110,12 @@ class Certificate:
         model = self._alive()
         try:
             route = self._route(width, drive)
-            return all(trial.equal(model, width, route) for trial in self._all_trials(model))
+            trials = self._all_trials(model)
+            for place, trial in enumerate(trials):
+                tell("certify", f"certifying W = {width}", place, len(trials))
+                if not trial.equal(model, width, route):
+                    return False
+            return True
         except CANNOT_TAKE as error:
             # Some models read single tokens only.
             self.failure = f"{type(error).__name__}: {error}"
