@@ -60,8 +60,8 @@ def ending_well(work: Callable[[], int], interrupted: Callable[[], None] | None 
 
 
 def leave(status: int) -> NoReturn:
-    """End the process. After an interrupt nothing is waited for that mlx still computes."""
-    if status == INTERRUPTED:
+    """End the process. Where nobody waits any more, neither is waited for what mlx still computes."""
+    if status in (INTERRUPTED, PIPE_CLOSED):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()

@@ -92,7 +92,7 @@ def test_a_reader_that_has_read_enough_ends_the_run_without_a_word(
 ) -> None:
     report = tmp_path / "report.json"
     ended = commands.run("--model", target, "--prompt", "hello", "-m", "-1", "--stats-json", report, disturb=hang_up)
-    assert (ended.code, ended.err, ended.seconds < 2) == (141, "", True), ended
+    assert (ended.code, ended.err) == (141, ""), ended
     assert json.loads(report.read_text())["emitted_tokens"] > 0
 
 
