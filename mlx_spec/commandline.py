@@ -31,17 +31,7 @@ from mlx_spec.pairing import load, load_drafter
 from mlx_spec.rendering import bounded, require_bounded_operators
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.stats import Statistics
-from mlx_spec.terminal import (
-    REFUSED,
-    Report,
-    Shown,
-    ending_well,
-    leave,
-    read_stdin,
-    require_text,
-    tell_error,
-    write_text,
-)
+from mlx_spec.terminal import Report, Shown, checked, ending_well, leave, read_stdin, write_text
 
 _REFUSED = {
     "trust_remote_code": "--trust-remote-code is refused: no code from a checkpoint is ever run here.",
@@ -175,13 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when --check found a difference; 2 when the request cannot be served, with one line on stderr; 130 after
         Ctrl-C, with the statistics so far; 141 when nobody reads the text any more.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        require_text(given)
-    except MlxSpecError as error:
-        tell_error(error)
-        return REFUSED
-    args = parser().parse_args(given)
+    args = parser().parse_args(checked(argv))
     course = _Course(args)
     with _warnings_as_lines():
         return ending_well(lambda: _run(args, course), course.interrupted)

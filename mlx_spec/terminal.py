@@ -27,13 +27,14 @@ PATIENCE_SECONDS = 1.0
 """From Ctrl-C on, for the evaluation that is under way to end."""
 
 
-def ending_well(work: Callable[[], int], interrupted: Callable[[], None] | None = None) -> int:
+def ending_well(work: Callable[[], int], interrupted: Callable[[], None] | None = None, speaker: str = "error") -> int:
     """Run a command's work; tell in one line what goes wrong.
 
     Args:
         work: gives the exit status.
         interrupted: called at Ctrl-C and at a closed pipe, once, to leave what there is so far. From another thread if
             the main one is inside an evaluation.
+        speaker: what the line begins with.
 
     Returns:
         The exit status: `REFUSED` with one line on stderr, `INTERRUPTED`, or `PIPE_CLOSED` without a word.
@@ -55,8 +56,23 @@ def ending_well(work: Callable[[], int], interrupted: Callable[[], None] | None 
             last_words()
         return PIPE_CLOSED
     except (MlxSpecError, OSError) as error:
-        tell_error(error)
+        tell_error(error, speaker)
         return REFUSED
+
+
+def checked(arguments: Sequence[str] | None) -> list[str]:
+    """A command's arguments, those of the process where none are given.
+
+    Raises:
+        SystemExit: one is not UTF-8, which has been told.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        require_text(given)
+    except MlxSpecError as error:
+        tell_error(error)
+        raise SystemExit(REFUSED) from None
+    return given
 
 
 def leave(status: int) -> NoReturn:
@@ -69,10 +85,10 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def tell_error(error: BaseException) -> None:
+def tell_error(error: BaseException, speaker: str = "error") -> None:
     """One line on stderr, if there is one."""
     try:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"{speaker}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
         silence(sys.stderr)
 

@@ -6,12 +6,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from mlx_spec import commandline
+from mlx_spec import certify, commandline, split_mtp
 from mlx_spec.environment import CERTIFICATES
 from mlx_spec.terminal import Report, ending_well, require_text
 from tests.checkpoints import write_target
@@ -121,6 +121,25 @@ def test_an_argument_that_is_no_text_is_one_line(capsys: pytest.CaptureFixture[s
     assert (ended.code, ended.out, len(ended.lines)) == (2, "", 1), ended
     assert "argument 3 is not UTF-8" in ended.err
     require_text(["--prompt", "日本語 😀", ""])
+
+
+@pytest.mark.parametrize("command", [certify.main, split_mtp.main, commandline.main], ids=lambda call: call.__module__)
+def test_every_command_refuses_what_is_no_text_and_answers_an_interrupt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: Callable[[list[str]], int]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        command(["a\udcff"])
+    assert refusal.value.code == 2
+    assert "argument 1 is not UTF-8" in capsys.readouterr().err
+
+    def interrupted(*args: object, **keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    for module, name in ((certify, "load_without_tokenizer"), (split_mtp, "split"), (commandline, "load")):
+        monkeypatch.setattr(module, name, interrupted)
+    words = ["a", "b"] if command is split_mtp.main else ["--model", "a"]
+    assert command(words) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 class Stopping(io.StringIO):
