@@ -31,7 +31,7 @@ families: $(VENV)/.test-ready
 	$(PYTHON) scripts/double.py --quick --representatives --jobs 2
 
 demo: $(VENV)/.runtime-ready
-	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64
+	$(PYTHON) -m mlx_spec.generate --prompt "List five uses of a paper clip." --max-tokens 64 --check
 
 # Everything that needs no GPU, the marked long tests included, with many examples for each property; takes hours.
 deep: $(VENV)/.test-ready

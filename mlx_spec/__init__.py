@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         stream_generate,
     )
     from mlx_spec.pairing import load, load_drafter
+    from mlx_spec.progress import Step
     from mlx_spec.stats import Statistics
+    from mlx_spec.threads import worker_thread
 
 __all__ = [
     "MAGIC_DRAFT_TOKEN_ID",
@@ -32,6 +34,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeMethod",
     "Statistics",
+    "Step",
     "VerifyWidthRange",
     "generate",
     "generate_step",
@@ -40,6 +43,7 @@ __all__ = [
     "settled_cache",
     "speculative_generate_step",
     "stream_generate",
+    "worker_thread",
 ]
 
 _HOME = {
@@ -58,6 +62,8 @@ _HOME = {
     "load": "pairing",
     "load_drafter": "pairing",
     "Statistics": "stats",
+    "Step": "progress",
+    "worker_thread": "threads",
 }
 """Public name -> module. Loaded when first asked for: `python -m mlx_spec.generate` must find its module unloaded."""
 

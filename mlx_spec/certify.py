@@ -12,12 +12,12 @@ from mlx import nn
 
 from mlx_spec.cache.adopt import Likeness, new_caches
 from mlx_spec.demo import demo_target_path
-from mlx_spec.errors import MlxSpecError
 from mlx_spec.model.target import Target
 from mlx_spec.ops.attention import KeyStretch
 from mlx_spec.ops.choose import Subject, distinct, relative_cost
 from mlx_spec.pairing import load_without_tokenizer
 from mlx_spec.stats import Statistics
+from mlx_spec.terminal import checked, ending_well, leave
 from mlx_spec.verify.certified_routes import CertifiedRoutes
 from mlx_spec.verify.record import record_of
 from mlx_spec.verify.trial import Situation
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Certify a model on this machine and print what was found.
 
     Returns:
-        0; 1 where every width is left to step-through; 2 where the model cannot be loaded.
+        0; 1 where every width is left to step-through; 2 where the model cannot be loaded; 130 after Ctrl-C.
     """
     flags = argparse.ArgumentParser(
         prog="python -m mlx_spec.certify",
@@ -41,21 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--model", help="path or hub id of the target; without it the embedded demo's")
     flags.add_argument("--widths", nargs="+", type=int, default=WIDTHS, metavar="W", help="tokens per verify call")
-    options = flags.parse_args(arguments)
+    options = flags.parse_args(checked(arguments))
     if min(options.widths) < 2:
         flags.error(f"a block has at least 2 tokens, got widths {options.widths}")
+    return ending_well(lambda: _certify(options), _interrupted, speaker="certify")
+
+
+def _interrupted() -> None:
+    print("interrupted; what was found is kept, as far as findings are", file=sys.stderr)
+
+
+def _certify(options: argparse.Namespace) -> int:
     started = time.perf_counter()
-    try:
-        model = load_without_tokenizer(options.model or demo_target_path())
-    except MlxSpecError as error:
-        print(f"certify: {error}", file=sys.stderr)
-        return 2
+    model = load_without_tokenizer(options.model or demo_target_path())
     report = Report(model, options.widths)
-    report.print_ops()
-    report.print_attention()
-    stepped = report.print_blocks()
     verdicts = report.verdicts
-    verdicts.save()
+    try:
+        report.print_ops()
+        report.print_attention()
+        stepped = report.print_blocks()
+    finally:
+        verdicts.save()
     where = "not kept" if verdicts.path is None else f"kept in {verdicts.path}"
     seconds = time.perf_counter() - started
     print(f"{verdicts.kept} findings were known before, all are {where}; {seconds:.1f} s with loading the model")
@@ -124,4 +130,4 @@ class Report:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

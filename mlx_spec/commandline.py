@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 from jinja2 import TemplateError
@@ -18,18 +19,19 @@ from mlx import nn
 from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step as plain_generate_step
 from mlx_lm.models.cache import load_prompt_cache
-from rich.console import Console
-from rich.progress import Progress
 
 from mlx_spec.demo import demo_drafter_path, demo_target_path
 from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
+from mlx_spec.drafters.checkpoint import one_line
 from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.drafters.registry import check_kind
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.pairing import load, load_drafter
+from mlx_spec.rendering import bounded, require_bounded_operators
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.stats import Statistics
+from mlx_spec.terminal import Report, Shown, checked, ending_well, leave, read_stdin, write_text
 
 _REFUSED = {
     "trust_remote_code": "--trust-remote-code is refused: no code from a checkpoint is ever run here.",
@@ -57,6 +59,7 @@ def _add_model_flags(flags: argparse.ArgumentParser) -> None:
     group = flags.add_argument_group("model")
     group.add_argument("--model", help="path or hub id of the target")
     group.add_argument("--adapter-path", help="path of trained adapter weights")
+    group.add_argument("--check-weights", action="store_true", help="read all weights first; refuse NaN and infinity")
     group.add_argument("--trust-remote-code", action="store_true", help="refused")
     group.add_argument("--quantize-activations", "-qa", action="store_true", help="refused")
 
@@ -159,18 +162,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0; 1 when --check found a difference; 2 when the request cannot be served, with one line on stderr.
+        0; 1 when --check found a difference; 2 when the request cannot be served, with one line on stderr; 130 after
+        Ctrl-C, with the statistics so far; 141 when nobody reads the text any more.
     """
-    args = parser().parse_args(argv)
-    try:
-        with _warnings_as_lines():
-            return _run(args)
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser().parse_args(checked(argv))
+    course = _Course(args)
+    with _warnings_as_lines():
+        return ending_well(lambda: _run(args, course), course.interrupted)
 
 
-def _run(args: argparse.Namespace) -> int:
+def command() -> NoReturn:
+    """Run the command and end the process."""
+    leave(main())
+
+
+class _Course:
+    """What a run of the command has to leave, however it ends.
+
+    Attributes:
+        statistics: of the run, once it has begun.
+        shown: how far it is.
+        report: the file of --stats-json.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.statistics: Statistics | None = None
+        self.shown = Shown(args.verbose)
+        self.report: Report | None = None
+        self._verbose = args.verbose
+
+    def interrupted(self) -> None:
+        """Leave the statistics so far."""
+        self.shown.close()
+        if self.statistics is None:
+            print("interrupted before the first token", file=sys.stderr)
+            if self.report is not None:
+                self.report.discard()
+            return
+        self.statistics.note("interrupted")
+        if self.report is not None:
+            self.report.publish(_as_json(self.statistics))
+        if self._verbose:
+            print(f"\n{self.statistics}", file=sys.stderr)
+
+
+def _run(args: argparse.Namespace, course: _Course) -> int:
     for name, sentence in _REFUSED.items():
         if getattr(args, name):
             raise UnsupportedOption(sentence)
@@ -180,21 +216,26 @@ def _run(args: argparse.Namespace) -> int:
         # Before loading, as mlx-lm does: making a model draws from the random state.
         with _told_as("--seed"):
             mx.random.seed(args.seed)
-    job, drafter = _load(args)
-    _write_report(args.stats_json, "")
-    with _told_as("this request"):
-        ids, statistics = _speculate(job, drafter)
-    if args.verbose:
-        print(statistics, file=sys.stderr)
-    _write_report(args.stats_json, json.dumps(statistics.as_dict(), indent=2) + "\n")
-    return _check(job, ids) if args.check else 0
+    course.report = Report(args.stats_json, "--stats-json")
+    try:
+        job, drafter = _load(args, course.shown)
+        with _told_as("this request"):
+            ids, statistics = _speculate(job, drafter, course)
+        if args.verbose:
+            print(statistics, file=sys.stderr)
+        course.report.publish(_as_json(statistics))
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise  # the statistics so far are still to be left
+    except BaseException:
+        course.report.discard()
+        raise
+    finally:
+        course.shown.close()
+    return _check(job, ids, statistics) if args.check else 0
 
 
-def _write_report(file: str | None, content: str) -> None:
-    """Write the statistics file; an empty one beforehand, so that a place that cannot be written is told first."""
-    if file is not None:
-        with _told_as(f"--stats-json {file}"):
-            Path(file).write_text(content)
+def _as_json(statistics: Statistics) -> str:
+    return json.dumps(statistics.as_dict(), indent=2) + "\n"
 
 
 @contextmanager
@@ -202,13 +243,13 @@ def _told_as(what: str) -> Iterator[None]:
     """What mlx, mlx-lm or the system refuse is told in one line, with what was asked for."""
     try:
         yield
-    except MlxSpecError:
+    except (MlxSpecError, BrokenPipeError):
         raise
     except (ValueError, TypeError, RuntimeError, LookupError, OSError, TemplateError) as error:
         raise InvalidRequest(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
+def _load(args: argparse.Namespace, shown: Shown) -> tuple[_Job, Any]:
     model_path = args.model
     tokenizer_config = None
     if args.prompt_cache_file is not None:
@@ -219,8 +260,15 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
     draft_model = _draft_source(args, demo=model_path is None)
     quantize = _draft_quantize(args, draft_model)
     if model_path is None:
-        model_path = str(demo_target_path(progress=_say))
-    model, tokenizer = load(model_path, adapter_path=args.adapter_path, tokenizer_config=tokenizer_config)
+        with _told_as("the cache folder for the demo target cannot be used, name a --model instead"):
+            model_path = str(demo_target_path(progress=_say))
+    model, tokenizer = load(
+        model_path,
+        adapter_path=args.adapter_path,
+        tokenizer_config=tokenizer_config,
+        check_weights=args.check_weights,
+        progress=shown,
+    )
     for token in args.extra_eos_token:
         with _told_as("--extra-eos-token"):
             tokenizer.add_eos_token(token)
@@ -285,7 +333,7 @@ def _same_model(given: str | None, saved: str | None) -> str | None:
 
 
 def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = read_stdin() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text:
         raise InvalidRequest("the prompt is empty. Give --prompt some text.")
     given = args.chat_template_config
@@ -293,8 +341,7 @@ def _prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     extra = {} if given is None else _json_object(given, "--chat-template-config", way_out)
     templated = not args.ignore_chat_template and tokenizer.has_chat_template
     if templated:
-        with _told_as("the chat template"):
-            text = _templated(args, tokenizer, text, extra)
+        text = _templated_safely(args, tokenizer, text, extra)
     return list(tokenizer.encode(text, add_special_tokens=not templated))
 
 
@@ -306,6 +353,17 @@ def _json_object(text: str, what: str, way_out: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{what} wants a JSON object, got {text}. {way_out}")
     return value
+
+
+def _templated_safely(args: argparse.Namespace, tokenizer: Any, text: str, extra: dict[str, Any]) -> str:
+    """A template is a program of whoever made the checkpoint: it may fail in any way, or never end."""
+    try:
+        if isinstance(tokenizer.chat_template, str):
+            require_bounded_operators(tokenizer.chat_template)
+        with bounded():
+            return _templated(args, tokenizer, text, extra)
+    except Exception as error:
+        raise InvalidRequest(f"the chat template: {one_line(error)}") from error
 
 
 def _templated(args: argparse.Namespace, tokenizer: Any, text: str, extra: dict[str, Any]) -> str:
@@ -334,38 +392,41 @@ def _templated(args: argparse.Namespace, tokenizer: Any, text: str, extra: dict[
     return prompt[render().index("<query>") :]
 
 
-def _speculate(job: _Job, drafter: Any) -> tuple[list[int], Statistics]:
+def _speculate(job: _Job, drafter: Any, course: _Course) -> tuple[list[int], Statistics]:
     args = job.args
-    statistics = Statistics()
+    statistics = course.statistics = Statistics()
     ids = []
-    with _prefill_bar(len(job.prompt_ids), args.verbose) as progress:
-        for response in stream_generate(
-            job.model,
-            job.tokenizer,
-            job.prompt_ids,
-            max_tokens=args.max_tokens,
-            draft_model=drafter,
-            draft_block_size=args.draft_block_size,
-            num_draft_tokens=args.num_draft_tokens,
-            verify=args.verify,
-            stop=args.stop,
-            prompt_progress_callback=progress,
-            statistics=statistics,
-            **job.sampling(),
-            **job.cache_keywords(),
-        ):
-            ids.append(response.token)
-            print(response.text, end="", flush=True)
-    print()
+    for response in stream_generate(
+        job.model,
+        job.tokenizer,
+        job.prompt_ids,
+        max_tokens=args.max_tokens,
+        draft_model=drafter,
+        draft_block_size=args.draft_block_size,
+        num_draft_tokens=args.num_draft_tokens,
+        verify=args.verify,
+        stop=args.stop,
+        progress=course.shown,
+        statistics=statistics,
+        **job.sampling(),
+        **job.cache_keywords(),
+    ):
+        course.shown.close()
+        ids.append(response.token)
+        write_text(response.text)
+    write_text("\n")
     return ids, statistics
 
 
-def _check(job: _Job, ids: list[int]) -> int:
-    """Decode the same request with mlx-lm's one-token loop and compare ids."""
+def _check(job: _Job, ids: list[int], statistics: Statistics) -> int:
+    """Decode the same request with mlx-lm's one-token loop and compare ids, and speeds."""
     plain = plain_generate_step(
         mx.array(job.prompt_ids), job.model, max_tokens=len(ids), **job.sampling(), **job.cache_keywords()
     )
+    first = last = time.perf_counter()
     for position, (got, (want, logprobs)) in enumerate(zip(ids, plain, strict=True)):
+        last = time.perf_counter()
+        first = last if position == 0 else first
         if got != want:
             second, best = cast(list[float], mx.sort(logprobs.astype(mx.float32))[-2:].tolist())
             print(
@@ -374,8 +435,18 @@ def _check(job: _Job, ids: list[int]) -> int:
                 file=sys.stderr,
             )
             return 1
+    _tell_speeds(statistics, last - first)
     print(f"check: {len(ids)} ids compared with mlx-lm's one-token loop, all equal", file=sys.stderr)
     return 0
+
+
+def _tell_speeds(statistics: Statistics, plain_seconds: float) -> None:
+    """Ours beside plain decoding's, where a text is long enough to have one."""
+    if plain_seconds > 0 and statistics.tokens_per_second > 0:
+        plain, ours = (statistics.emitted_tokens - 1) / plain_seconds, statistics.tokens_per_second
+        print(
+            f"speed: {ours:.2f} tokens/s against {plain:.2f} plainly, {ours / plain:.2f} times as fast", file=sys.stderr
+        )
 
 
 def _say(sentence: str) -> None:
@@ -393,25 +464,3 @@ def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-@contextmanager
-def _prefill_bar(prompt_tokens: int, wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar for prompts that take a while; gone once the text begins."""
-    console = Console(stderr=True)
-    if not (wanted and console.is_terminal and prompt_tokens > 1):
-        yield lambda *_: None
-        return
-    bar = Progress(console=console, transient=True)
-    task = bar.add_task("reading the prompt", total=prompt_tokens)
-    bar.start()
-
-    def progress(processed: int, total: int) -> None:
-        bar.update(task, completed=processed)
-        if processed == total:
-            bar.stop()
-
-    try:
-        yield progress
-    finally:
-        bar.stop()

@@ -10,11 +10,15 @@ CERTIFICATES = "MLX_SPEC_CERTIFICATES"
 """Environment variable: the folder for certificates, or "off"."""
 
 
-def cache_folder() -> Path:
-    """This user's folder for converted models and certificates. It may not exist yet."""
+def cache_folder() -> Path | None:
+    """This user's folder for converted models and certificates, which may not exist yet; None without a home."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # HOME is not set, and no account has this number, as in many containers
+        return None
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx_spec"
-    return Path.home() / ".cache" / "mlx_spec"
+        return home / "Library" / "Caches" / "mlx_spec"
+    return home / ".cache" / "mlx_spec"
 
 
 def certificate_folder() -> Path | None:
@@ -22,7 +26,10 @@ def certificate_folder() -> Path | None:
     named = os.environ.get(CERTIFICATES, "")
     if named.lower() == "off":
         return None
-    return Path(named) if named else cache_folder() / "certificates"
+    if named:
+        return Path(named)
+    folder = cache_folder()
+    return None if folder is None else folder / "certificates"
 
 
 def mlx_settings() -> str:

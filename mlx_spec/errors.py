@@ -1,8 +1,21 @@
 """Every exception a caller may catch. Messages say what was wanted, what came, and the way out."""
 
+LONGEST_MESSAGE = 2000
+"""Characters. What a file says of itself may stand in a message, and be of any length."""
+
 
 class MlxSpecError(Exception):
     """Root of all errors this library raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*map(_cut, args))
+
+
+def _cut(said: object) -> object:
+    """The start of a text, which says what is wrong, and its end, which says the way out."""
+    if not isinstance(said, str) or len(said) <= LONGEST_MESSAGE:
+        return said
+    return f"{said[: LONGEST_MESSAGE - 400]} … {said[-400:]}"
 
 
 class InvalidRequest(MlxSpecError, ValueError):

@@ -25,6 +25,7 @@ from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.model.target import Target
 from mlx_spec.pairing import load_drafter
+from mlx_spec.progress import Progress, prompt_listener, telling_progress
 from mlx_spec.request import Request
 from mlx_spec.rounds.drafted import open_loop
 from mlx_spec.rounds.engine import Emission, Engine
@@ -76,6 +77,7 @@ class _Options:
     input_embeddings: mx.array | None = None
     eos_token_ids: Sequence[int] = ()
     statistics: Statistics | None = None
+    progress: Progress | None = None
     tokenizer: Any = None
 
     def check(self) -> None:
@@ -184,7 +186,8 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     target = Target(model)
     ids = _prompt_ids(prompt)
     draws = OwnDraws(ids)
-    drafter = _resolve_drafter(options, target)
+    with telling_progress(options.progress):
+        drafter = _resolve_drafter(options, target)
     if drafter is not None:
         _check_method(options.speculative, drafter, target)
         # Also where the drafter will be idle: a wrong pair is told either way.
@@ -206,10 +209,9 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     )
     if stops is not None:
         request.stops = stops
-    if options.prompt_progress_callback is not None:
-        request.progress = options.prompt_progress_callback
+    request.progress = prompt_listener(options.progress, options.prompt_progress_callback)
     request.quantization.check(caches)
-    routes = CertifiedRoutes(target, options.verify, statistics)
+    routes = CertifiedRoutes(target, options.verify, statistics, options.progress)
     schedule = FixedWidth(1, "plain decoding")
     if drafter is not None:
         with mx.stream(options.stream):
@@ -325,6 +327,7 @@ def generate_step(
     input_embeddings: mx.array | None = None,
     eos_token_ids: Sequence[int] = (),
     statistics: Statistics | None = None,
+    progress: Progress | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Hand out the tokens mlx-lm's `generate_step` would, with fewer forwards where the drafter is right.
 
@@ -345,6 +348,7 @@ def generate_step(
         input_embeddings: refused.
         eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller.
         statistics: filled in as the run goes on.
+        progress: told each Step of loading and certifying, inside this call, and of the prompt; may raise to end them.
 
     Yields:
         (token id, [V] log-probabilities it was chosen from), bit for bit those of the one-token loop.
@@ -499,8 +503,8 @@ class _CallableModule(ModuleType):
 
 
 if __name__ == "__main__":
-    from mlx_spec.commandline import main
+    from mlx_spec.commandline import command
 
-    sys.exit(main())
+    command()
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -21,6 +21,8 @@ from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
 from mlx_spec.errors import ModelNotFound, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
+from mlx_spec.progress import Progress, tell, telling_progress
+from mlx_spec.soundness import Blueprint, check_files, check_settings, check_target_files, require_finite
 from mlx_spec.verify.record import record_of
 
 NGRAM = "ngram"
@@ -39,8 +41,10 @@ def load(
     adapter_path: str | None = None,
     lazy: bool = False,
     revision: str | None = None,
+    check_weights: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a target as mlx-lm does, and its tokenizer. The arguments are those of `mlx_lm.load`.
+    """Load a target as mlx-lm does, and its tokenizer. The first arguments are those of `mlx_lm.load`.
 
     Args:
         path_or_id: a local folder, or "owner/name" on the Hugging Face hub. Code in it is never run.
@@ -50,36 +54,77 @@ def load(
         lazy: whether to leave the weights on disk until they are used. Only what was not left can be used in every
             thread.
         revision: of the hub repository.
+        check_weights: whether to read all weights and refuse NaN and infinite ones.
+        progress: told of every step; see `mlx_spec.Step`. What it raises ends the loading.
 
     Returns:
         The mlx-lm model and its tokenizer.
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
-        CheckpointError: mlx-lm cannot load it; the cause is attached.
+        CheckpointError: its files are damaged, or ask for what cannot be, or mlx-lm cannot load it; where mlx-lm said
+            so, the cause is attached.
     """
-    folder = _target_folder(path_or_id, revision)
-    with telling(folder):
-        model, tokenizer = mlx_lm_utils.load(
-            str(folder),
-            # Left unsaid, a tokenizer with code of its own would ask on the terminal whether to run it.
-            tokenizer_config={"trust_remote_code": False, **(tokenizer_config or {})},
-            model_config=dict(model_config or {}),
-            adapter_path=adapter_path,
-            lazy=lazy,
-        )
-    if not lazy:
-        evaluate_arrays(model)
+    with telling_progress(progress):
+        tell("load", "looking at the files", 0, 3)
+        folder = _target_folder(path_or_id, revision)
+        changes = dict(model_config or {})
+        check_target_files(folder, changes)
+        if adapter_path is not None:
+            check_files(Path(adapter_path))
+        tell("load", "loading the tokenizer", 1, 3)
+        tokenizer = _tokenizer(folder, tokenizer_config or {}, changes)
+        tell("load", "loading the model", 2, 3)
+        model = _model(folder, changes, adapter_path)
+        if not lazy:
+            evaluate_arrays(model)
+        if check_weights:
+            require_finite(model, folder)
+        tell("load", "loaded", 3, 3)
     record_of(model).tokenizer = tokenizer
     return model, tokenizer
+
+
+def _tokenizer(folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> TokenizerWrapper:
+    """As `mlx_lm.load` gives it."""
+    with telling(folder):
+        config = {**mlx_lm_utils.load_config(folder), **changes}
+        # An architecture that mlx-lm does not have is told before a tokenizer that it may be the reason for.
+        mlx_lm_utils._get_classes(config)
+        given, ends = {"trust_remote_code": False, **settings}, config.get("eos_token_id")
+        # Left unsaid, a tokenizer with code of its own would ask on the terminal whether to run it.
+        return mlx_lm_utils.load_tokenizer(folder, given, eos_token_ids=ends)
+
+
+def _model(folder: Path, changes: dict[str, Any], adapter_path: str | None = None) -> nn.Module:
+    """As `mlx_lm.load` gives it, its weights left on disk until they are used."""
+    blueprint = Blueprint()
+
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        # Its own way to find them, with an eye on what it builds.
+        model_class, args_class = mlx_lm_utils._get_classes(config)
+
+        def build(args: Any) -> nn.Module:
+            made = model_class(args)
+            blueprint.note(made)
+            return made
+
+        return build, args_class
+
+    with telling(folder):
+        model, _ = mlx_lm_utils.load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
+        blueprint.require_floats(model, folder)
+        if adapter_path is not None:
+            model = mlx_lm_utils.load_adapters(model, adapter_path)
+            model.eval()
+    return model
 
 
 def load_without_tokenizer(path_or_id: str | Path) -> nn.Module:
     """A target's model alone, its weights left on disk until they are used. Errors are those of `load`."""
     folder = _target_folder(path_or_id, None)
-    with telling(folder):
-        model, _ = mlx_lm_utils.load_model(folder, lazy=True)
-    return model
+    check_target_files(folder)
+    return _model(folder, {})
 
 
 def settings_folder(path_or_id: str | Path) -> Path:
@@ -100,6 +145,7 @@ def target_without_weights(path_or_id: str | Path) -> Target:
     """
     folder = settings_folder(path_or_id)
     config = read_config(folder)
+    check_settings(config, folder)
     model_type = str(config.get("model_type"))
     name = _module_name(model_type, config.get("architectures"))
     if not name.isidentifier() or find_spec(f"mlx_lm.models.{name}") is None:
@@ -155,10 +201,12 @@ def load_drafter(
     Warns:
         UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
     """
+    tell("load", "loading the drafter", 0, 1)
     paired = target if isinstance(target, Target) else Target(target)
     drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": quantize})
     validate_drafter_compatibility(drafter, paired)
     drafter.check_tokenizer(record_of(paired.model).tokenizer)
+    tell("load", "loaded the drafter", 1, 1)
     return drafter
 
 
@@ -186,7 +234,7 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, options: 
 def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) -> Path:
     """The local folder, downloaded if need be. Of a target's own repository the prediction layer's shards alone are."""
     folder = settings_folder(path_or_id)
-    if Path(path_or_id).expanduser().is_dir():
+    if _expanded(path_or_id).is_dir():
         return folder
     # Families are imported when one of their drafters is wanted: it takes a while, and most programs want one or none.
     from mlx_spec.drafters.mtp.files import files_to_fetch
@@ -197,7 +245,7 @@ def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) ->
 
 def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
     """The local folder, downloaded if need be."""
-    local = Path(path_or_id).expanduser()
+    local = _expanded(path_or_id)
     if local.is_dir():
         return local
     if local.exists():
@@ -209,3 +257,11 @@ def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | Non
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = one_line(error)
     raise ModelNotFound(f"no folder {str(path_or_id)!r}, and the hub does not give it: {reason}")
+
+
+def _expanded(path_or_id: str | Path) -> Path:
+    """A path in which `~` is the user's home, where there is one."""
+    try:
+        return Path(path_or_id).expanduser()
+    except RuntimeError:
+        return Path(path_or_id)

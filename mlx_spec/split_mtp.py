@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from mlx_spec.drafters.mtp.files import place_alone
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
 from mlx_spec.drafters.quantization import DEFAULTS
-from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
+from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.pairing import load_drafter, settings_folder, target_without_weights
+from mlx_spec.terminal import REFUSED, checked, ending_well, leave
 
 _ABOUT_THE_WHOLE = ("quantization", "quantization_config", "architectures", "auto_map", "block_size")
 """Settings that are not the prediction layer's."""
@@ -92,15 +92,16 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    args = parser().parse_args(arguments)
-    try:
+    args = parser().parse_args(checked(arguments))
+
+    def work() -> int:
         out = split(args.source, args.out, _quantize(args))
-    except MlxSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {out}. Use it with --draft-model {out}")
-    return 0
+        print(f"wrote {out}. Use it with --draft-model {out}")
+        return 0
+
+    status = ending_well(work)
+    return 1 if status == REFUSED else status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -23,8 +23,8 @@ class Outcome:
 
     @property
     def lines(self) -> list[str]:
-        """Of stderr."""
-        return self.err.splitlines()
+        """Of stderr, without those that tell what is being waited for."""
+        return [line for line in self.err.splitlines() if not line.startswith("certifying W = ")]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> Outcome:

@@ -312,6 +312,7 @@ def test_check_says_how_many_ids_are_equal(
     outcome = run(capsys, "--model", target, "--prompt", PROMPT, "-m", "14", "--check", *sampling, *draft)
     assert outcome.code == 0
     assert outcome.lines[-1] == "check: 14 ids compared with mlx-lm's one-token loop, all equal"
+    assert outcome.lines[-2].startswith("speed: ")
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown architecture": (with_file("config.json", '{"model_type": "nonesuch"}'), "nonesuch"),
     "missing tensor": (without_tensor("model.norm.weight"), "model.norm.weight"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    "cut weights": (with_file("model.safetensors", "cut"), "read"),
+    "cut weights": (with_file("model.safetensors", "cut"), "complete safetensors"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
 }
 

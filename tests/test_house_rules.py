@@ -30,8 +30,11 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 7
 
-SHAPED_LIKE_MLX_LM = ("generate", "stream_generate", "generate_step", "speculative_generate_step")
-"""Functions of mlx_spec/generate.py that take mlx-lm's keyword arguments under mlx-lm's names."""
+SHAPED_LIKE_MLX_LM = {
+    "mlx_spec/generate.py": ("generate", "stream_generate", "generate_step", "speculative_generate_step"),
+    "mlx_spec/pairing.py": ("load",),
+}
+"""Module -> its functions that take mlx-lm's keyword arguments under mlx-lm's names."""
 
 READS_ENVIRONMENT = ("mlx_spec/generate.py", "mlx_spec/commandline.py", "mlx_spec/environment.py")
 NAMES_CACHE_CLASSES = ("mlx_spec/cache/adopt.py",)
@@ -90,7 +93,7 @@ def wide_functions(source: str, path: str = "") -> list[str]:
         given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in node.decorator_list)
         count = len(given) - (is_method and not static)
-        exempt = path == "mlx_spec/generate.py" and node.name in SHAPED_LIKE_MLX_LM
+        exempt = node.name in SHAPED_LIKE_MLX_LM.get(path, ())
         if count > MAX_ARGUMENTS and not exempt:
             found.append(f"{node.name}: {count} arguments")
     return found

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_spec.environment import cache_folder
-from mlx_spec.errors import CheckpointError, ModelNotFound
+from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 
 DRAFTER_FOLDER = "smollm2-135m-eagle3"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -159,6 +159,8 @@ def demo_target_path(cache_dir: Path | None = None, progress: Callable[[str], No
     if source is None:
         return _target_without_wheel(say)
     cache = cache_dir if cache_dir is not None else cache_folder()
+    if cache is None:
+        raise UnsupportedOption("there is no home folder to keep the demo target in. Set HOME, or name a model.")
     folder = cache / f"smollm2-135m-instruct-{source.version}-layout{CONVERTER_LAYOUT}"
     if _is_finished(folder):
         return folder

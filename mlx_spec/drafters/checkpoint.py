@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from mlx_spec.errors import CheckpointError, ModelNotFound
+from mlx_spec.errors import CheckpointError, MlxSpecError, ModelNotFound
+from mlx_spec.files import read_regular
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -21,7 +23,14 @@ WEIGHTS_PATTERN = "model*.safetensors"
 """Files of this name hold a model's weights, as mlx-lm has it; what lies beside them is something else."""
 
 JSON_LIMIT_BYTES = 64 * 2**20
-"""The largest config or index that is read; an index of a hundred thousand tensors has some ten million bytes."""
+"""The largest JSON or text file that is read; an index of a hundred thousand tensors has some ten million bytes."""
+
+JSON_LIMIT_MARKS = 6_000_000
+"""The most brackets, braces, commas and colons in it: each may cost 60 bytes of memory. The largest tokenizers have two
+million."""
+
+HEADER_LIMIT_BYTES = 32 * 2**20
+"""The longest header of a safetensors file that is read: that of some two hundred thousand tensors."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.exists():
         raise ModelNotFound(f"{folder} holds no {CONFIG_NAME}, so it is no checkpoint folder")
-    return _read_object(path)
+    return read_object(path)
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
@@ -133,20 +142,54 @@ def files_holding(folder: Path, wanted: Callable[[str], bool]) -> list[TensorFil
     return held
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    # Reading a pipe or a device may never end.
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file")
+def read_object(path: Path) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        CheckpointError: no regular file, too large, or something else.
+    """
     try:
-        if path.stat().st_size > JSON_LIMIT_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, at most {JSON_LIMIT_BYTES} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(require_bounded(path).decode())
     # RecursionError: JSON nested thousands deep.
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, MlxSpecError):
+            raise
         raise CheckpointError(f"{path} cannot be read as JSON: {_first_line(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def require_bounded(path: Path) -> bytes:
+    """The content of a JSON or text file, which is not larger than can be read in a while.
+
+    Raises:
+        CheckpointError: no regular file, as reading a pipe or a device may never end; or too large.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file")
+    try:
+        size = path.stat().st_size
+        if size > JSON_LIMIT_BYTES:
+            raise CheckpointError(f"{path} is too large: it has {size} bytes, at most {JSON_LIMIT_BYTES} are read")
+        content = read_regular(path, JSON_LIMIT_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
+    marks = sum(map(content.count, (b"[", b"{", b",", b":"))) if path.suffix == ".json" else 0
+    if marks > JSON_LIMIT_MARKS:
+        raise CheckpointError(f"{path} is too large: it has {marks} values, at most {JSON_LIMIT_MARKS} are read")
+    return content
+
+
+def stored_shapes(path: Path) -> list[tuple[int, ...]]:
+    """Shapes of the tensors in a safetensors file whose header accounts for its bytes.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    _require_sound(path)
+    with safe_open(path, framework="numpy") as file:
+        return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118  it is no dict
 
 
 def _tensor_files(folder: Path) -> list[Path]:
@@ -160,7 +203,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
     for name in weight_map.values():
@@ -219,6 +262,10 @@ def _load_with_metadata(path: Path) -> tuple[dict[str, mx.array], dict[str, str]
 def _require_sound(path: Path) -> None:
     """Refuse a file whose header does not account for its bytes: too long a header, holes, overlaps, unknown dtypes."""
     try:
+        with path.open("rb") as start:
+            (length,) = struct.unpack("<Q", start.read(8).ljust(8, b"\0"))
+        if HEADER_LIMIT_BYTES < length <= path.stat().st_size:
+            raise OSError(f"its header has {length} bytes, at most {HEADER_LIMIT_BYTES} are read")
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -236,8 +283,12 @@ def telling(folder: Path) -> Iterator[None]:
     """Name the folder in whatever mlx-lm has to say about it."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"mlx-lm cannot load {folder}: {one_line(error)}") from error
+    except (MlxSpecError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # A config may make any line of a model's code fail in any way, and a tokenizer's Rust code panic.
+    except BaseException as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"mlx-lm cannot load {folder}: {kind}{one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

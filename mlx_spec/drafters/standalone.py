@@ -27,6 +27,7 @@ from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.sampling import random_state_kept
+from mlx_spec.soundness import check_target_files
 
 DEFAULT_WIDTH = 3
 """mlx-lm drafts two tokens a round when no number is named."""
@@ -55,6 +56,7 @@ def load(
     del target
     if taps is not None:
         raise UnsupportedOption(f"taps={tuple(taps)} was given, but a language model reads no layer. Leave it out.")
+    check_target_files(folder)
     with telling(folder), random_state_kept():
         model, _ = load_model(folder)
     _require_numbers(model, folder)

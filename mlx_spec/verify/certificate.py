@@ -14,6 +14,7 @@ from mlx import nn
 from mlx_spec.cache.base import Drive
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.base import STOCK
+from mlx_spec.progress import tell
 from mlx_spec.verify import routes
 from mlx_spec.verify.bindings import Bindings
 from mlx_spec.verify.exemplar import Exemplar
@@ -112,7 +113,11 @@ class Certificate:
         model, ops = self._exemplar.tried()
         try:
             route = self._route_on(model, ops, width, drive)
-            return all(trial.equal(model, width, route) for trial in self._trials(model))
+            for place, trial in enumerate(self._trials(model)):
+                tell("certify", f"certifying W = {width}", place, len(PROBES) + len(self._situation.starts))
+                if not trial.equal(model, width, route):
+                    return False
+            return True
         except CANNOT_TAKE as error:
             # Some models read single tokens only.
             self.failure = f"{type(error).__name__}: {error}"

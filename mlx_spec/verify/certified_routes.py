@@ -11,6 +11,7 @@ from mlx_spec.cache.adopt import Likeness, needs_mixers, tokens_held
 from mlx_spec.cache.base import Drive
 from mlx_spec.model.target import Target
 from mlx_spec.ops.attention import KeyStretch
+from mlx_spec.progress import Progress, telling_progress
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.bindings import Bound
 from mlx_spec.verify.certificate import Certificate
@@ -41,12 +42,18 @@ class CertifiedRoutes:
 
     Attributes:
         verify: "exact" takes a block only where it is certified; "fast" wherever the caches can undo one.
+
+    Args:
+        progress: told of every step of what has to be tried.
     """
 
-    def __init__(self, target: Target, verify: Verify, statistics: Statistics) -> None:
+    def __init__(
+        self, target: Target, verify: Verify, statistics: Statistics, progress: Progress | None = None
+    ) -> None:
         self._target = target
         self._record = record_of(target.model)
         self._statistics = statistics
+        self._progress = progress
         self._verdicts: dict[Place, Route] = {}
         self._likenesses: dict[tuple[type[Any], ...], Likeness] = {}
         self.verify = verify
@@ -90,8 +97,9 @@ class CertifiedRoutes:
         if self.verify == "fast":
             return self._fast(width, place.situation)
         started = time.perf_counter()
-        certificate = self._known.certificate(place.situation)
-        route = self._certified(certificate, place)
+        with telling_progress(self._progress):
+            certificate = self._known.certificate(place.situation)
+            route = self._certified(certificate, place)
         self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
         if route is not None:
             return route

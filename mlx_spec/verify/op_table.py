@@ -8,6 +8,7 @@ from mlx import nn
 
 from mlx_spec.ops.attention import AttentionCall, KeyStretch
 from mlx_spec.ops.choose import Subject, choose, distinct
+from mlx_spec.progress import tell
 from mlx_spec.verify.routes import Plan, plan_of
 from mlx_spec.verify.subjects import find_subjects
 from mlx_spec.verify.verdicts import Verdicts
@@ -36,9 +37,21 @@ class OpTable:
         """What the model's ops do in a verify call of `width` tokens."""
         if width not in self._plans:
             subjects = self.subjects(model)
-            found = {key: self.route(subject, width) for key, subject in distinct(list(subjects.values())).items()}
-            self._plans[width] = plan_of(subjects, found, width)
+            self._plans[width] = plan_of(subjects, self._routes(distinct(list(subjects.values())), width), width)
         return self._plans[width]
+
+    def _routes(self, subjects: dict[str, Subject], width: int) -> dict[str, str]:
+        found = {}
+        try:
+            for place, (key, subject) in enumerate(subjects.items()):
+                if self.verdicts.op(key, width) is None:
+                    tell("certify", f"certifying W = {width}", place, len(subjects))
+                found[key] = self.route(subject, width)
+        except BaseException:
+            # Whoever gave up need not wait for these again.
+            self.verdicts.save()
+            raise
+        return found
 
     def route(self, subject: Subject, width: int) -> str:
         """The route of one op at a width."""
@@ -54,6 +67,7 @@ class OpTable:
             key = f"{call} over {stretch}"
             known = self.verdicts.op(key, call.width)
             if known is None or known not in call.ways:
+                tell("certify", f"certifying W = {call.width}", 0, 1)
                 known = call.route_over(stretch)
                 self.verdicts.add_op(key, call.width, known)
                 self.verdicts.save()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import platform
-import tempfile
 import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx import nn
@@ -19,12 +17,18 @@ from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mlx_spec.environment import mlx_settings
+from mlx_spec.files import read_regular, replace_file, sole_writer
 from mlx_spec.model.swap import own_class
 from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
 from mlx_spec.verify.sources import own_edition, sources_of
 
+Found = TypeVar("Found")
+
 FORMAT = 3
 """Of the file. Another one where routes were added: what was found before them may be slower than need be."""
+
+LIMIT_BYTES = 8 * 2**20
+"""The largest file that is read: some hundred thousand findings. A model has a few hundred at each width."""
 
 
 class Findings(BaseModel):
@@ -48,8 +52,8 @@ class Findings(BaseModel):
 class Verdicts:
     """Findings about one model, in memory, and on disk where a folder is given. Safe to share between threads.
 
-    A file that cannot be read, does not parse or speaks of other facts counts as none; it is written anew with the
-    next finding. A folder that cannot be written costs nothing but the keeping.
+    A file that cannot be read, is no regular one, is too large, does not parse or speaks of other facts counts as none;
+    it is written anew with the next finding. A folder that cannot be written costs nothing but the keeping.
 
     Attributes:
         path: the file; None where nothing is kept.
@@ -88,23 +92,39 @@ class Verdicts:
             self._findings.blocks.setdefault(situation, {})[f"{width} {drive}"] = holds
 
     def save(self) -> None:
-        """Write everything found so far; whoever reads meanwhile sees the old file or the new one."""
+        """Write everything found so far, beside what others have written of the same model meanwhile.
+
+        Whoever reads meanwhile sees the old file or the new one. Of two findings about the same thing ours is kept.
+        """
         if self.path is None:
             return
         with self._lock, contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".partial")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self._findings.model_dump_json())
-            Path(name).replace(self.path)
+            with sole_writer(self.path.parent):
+                everything = _merged(self._read(self._findings.facts), self._findings)
+                replace_file(self.path, everything.model_dump_json().encode())
 
     def _read(self, facts: dict[str, str]) -> Findings:
         if self.path is not None:
-            with contextlib.suppress(OSError, ValidationError, UnicodeDecodeError):
-                found = Findings.model_validate_json(self.path.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, ValidationError):
+                found = Findings.model_validate_json(read_regular(self.path, LIMIT_BYTES))
                 if found.facts == facts:
                     return found
         return Findings(facts=facts)
+
+
+def _merged(theirs: Findings, ours: Findings) -> Findings:
+    """Both, ours where they speak of the same."""
+    return Findings(
+        facts=ours.facts,
+        ops=_both(theirs.ops, ours.ops),
+        costs=_both(theirs.costs, ours.costs),
+        blocks=_both(theirs.blocks, ours.blocks),
+    )
+
+
+def _both(theirs: dict[str, dict[str, Found]], ours: dict[str, dict[str, Found]]) -> dict[str, dict[str, Found]]:
+    return {key: {**theirs.get(key, {}), **ours.get(key, {})} for key in theirs | ours}
 
 
 def _short(key: str) -> str:

@@ -211,8 +211,8 @@ WITHOUT_MEANING_HERE = frozenset(
 )
 """Settings that say nothing about the prediction layer, or that mlx-lm does not read of its target either."""
 
-FREE = (("deepseek_v3", "head_dim"), ("step3p5", "num_nextn_predict_layers"))
-"""Settings with a meaning in one family alone, where they may differ."""
+FREE = (("deepseek_v3", "head_dim"), ("deepseek_v3", "rope_parameters"), ("step3p5", "num_nextn_predict_layers"))
+"""Settings with a meaning in one family alone, where they may differ, or that mlx-lm does not read in one alone."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

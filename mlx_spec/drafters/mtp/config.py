@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,17 +32,42 @@ _FREE = frozenset(
 
 _SAME_IN_ROPE = frozenset(["type", "rope_type"])
 
+_ROTATION = "rope_parameters"
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+"""Settings of a rotation that may stand in an object of their own, or beside the others."""
+
 
 def text_settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The settings of the text model, with those of its rotation beside the others."""
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{path}: text_config is {text!r}, expected an object")
-    rope = text.get("rope_parameters")
+    rope = text.get(_ROTATION)
     if rope is not None and not isinstance(rope, dict):
         raise CheckpointError(f"{path}: rope_parameters is {rope!r}, expected an object")
-    named = ("rope_theta", "partial_rotary_factor")
-    return {**{key: rope[key] for key in named if rope and key in rope}, **text}
+    return {**{key: rope[key] for key in _BESIDE if rope and key in rope}, **text}
+
+
+def _unread(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """What `rope_parameters` says and mlx-lm does not read for such a target, so that it has another value there.
+
+    Told by letting mlx-lm read the config: then the target's value is what this very checkpoint gives.
+    """
+    text, known = config.get("text_config", config), asdict(args)
+    rope = text.get(_ROTATION) or {}
+    moved = [key for key in _BESIDE if key in rope and key in known and text.get(key) is None]
+    try:
+        built = type(args).from_dict({**{key: known[key] for key in known if key not in moved}, **text})
+    except Exception:  # noqa: BLE001  any line of a model's code may fail; then nothing is known
+        return {}
+    found = {
+        key: rope[key]
+        for key in moved
+        if not _same(rope[key], known[key]) and _same(getattr(built, key, None), known[key])
+    }
+    if _ROTATION not in known and not known.get("rope_scaling") and rope.get("rope_type", "default") != "default":
+        found |= {key: value for key, value in rope.items() if key not in _BESIDE}
+    return found
 
 
 def check_settings(config: Mapping[str, Any], folder: Path, target: Target, layout: Layout) -> None:
@@ -56,9 +82,22 @@ def check_settings(config: Mapping[str, Any], folder: Path, target: Target, layo
     Raises:
         IncompatiblePair: names each setting that differs, with both values.
         CheckpointError: settings under which the prediction layer is not the one that is known.
+
+    Warns:
+        UserWarning: what the checkpoint says and mlx-lm left unread when it built the target.
     """
     path = folder / CONFIG_NAME
     stated, known = text_settings(config, path), asdict(target_args(target))
+    unread = _unread(config, target_args(target))
+    stated = {key: value for key, value in stated.items() if key not in unread}
+    if unread:
+        left = ", ".join(f"{_ROTATION}.{key}={value!r}" for key, value in unread.items())
+        has = ", ".join(f"{key}={known[key]!r}" for key in unread if key in known) or "no such setting"
+        warnings.warn(
+            f"{path}: mlx-lm does not read {left} for {target.name} and built the target with {has}. The prediction "
+            "layer follows the target as it was built.",
+            stacklevel=5,
+        )
     _refuse_unsupported(stated, path, layout)
     wrong = [
         f"{key}={stated[key]!r} against {known[key]!r}"
