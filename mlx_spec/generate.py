@@ -226,6 +226,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     statistics.loop = loop.name
     statistics.width_policy = str(schedule)
     engine = Engine(target, request, loop, schedule, routes, options.stream)
+    draws.settle()
     return _Run(engine, request, statistics)
 
 
@@ -437,30 +438,16 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
 
 
 def _responses(run: _Run, model: nn.Module, text: TextStream, stream: Any) -> Generator[GenerationResponse, None, None]:
-    with wired_limit(model, [stream]):
-        # Handed on by `yield from` alone: nothing can come between the engine's yield and the caller.
-        yield from run.engine.run(_Responses(run, text).make)
+    request, started, count, prompt_tps = run.request, time.perf_counter(), 0, 0.0
 
-
-class _Responses:
-    """Makes a response of each token, before the token counts as handed out."""
-
-    def __init__(self, run: _Run, text: TextStream) -> None:
-        self._run = run
-        self._text = text
-        self._started = time.perf_counter()
-        self._count = 0
-        self._prompt_tps = 0.0
-
-    def make(self, emission: Emission) -> GenerationResponse:
-        request, text = self._run.request, self._text
-        self._count += 1
-        if self._count == 1:
-            self._prompt_tps = request.prompt.size / (time.perf_counter() - self._started)
-            self._started = time.perf_counter()
-        reason = request.finish_reason
+    def response(emission: Emission) -> GenerationResponse:
+        nonlocal started, count, prompt_tps
+        count += 1
+        if count == 1:
+            prompt_tps = request.prompt.size / (time.perf_counter() - started)
+            started = time.perf_counter()
         segment = text.segment
-        if reason is not None:
+        if request.finish_reason is not None:
             # A stop string's last token shows the text before it; an end token shows nothing.
             segment = "" if emission.token in request.eos_token_ids else segment
             text.finish()
@@ -471,13 +458,17 @@ class _Responses:
             logprobs=emission.logprobs,
             from_draft=emission.from_draft,
             prompt_tokens=request.prompt.size,
-            prompt_tps=self._prompt_tps,
-            generation_tokens=self._count,
-            generation_tps=self._count / (time.perf_counter() - self._started),
+            prompt_tps=prompt_tps,
+            generation_tokens=count,
+            generation_tps=count / (time.perf_counter() - started),
             peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=reason,
-            speculation=self._run.statistics,
+            finish_reason=request.finish_reason,
+            speculation=run.statistics,
         )
+
+    with wired_limit(model, [stream]):
+        # Nothing may come between the engine's `yield` and the caller's.
+        yield from run.engine.run(response)
 
 
 def generate(

@@ -112,6 +112,10 @@ class OwnDraws:
         """[2] uint32, where the next call begins; for evaluation: what stays lazy belongs to a thread."""
         return self._key
 
+    def settle(self) -> None:
+        """Compute where it stands, so that the run may begin in another thread."""
+        mx.async_eval(self._key)
+
     def lend(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call the function with this state in the place of the thread's, which is put back however it ends."""
         kept = random_key()

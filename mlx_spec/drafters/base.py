@@ -19,6 +19,7 @@ class DrafterState(abc.ABC):
     """Everything one request needs from a drafter. Owned by the request, never by the drafter.
 
     Between calls the state is a function of the committed tokens (and their true hidden states) alone.
+    What a method draws from `mx.random` comes from a random state of the request's own; the thread's is never moved.
     """
 
     def look_at(self, caches: Sequence[Any]) -> None:

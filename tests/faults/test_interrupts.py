@@ -127,8 +127,8 @@ Moment = tuple[int, bool]
 """Tokens out, and whether the run is closed then instead of asked for one more."""
 
 EVERY_MOMENT: list[Moment] = list(itertools.product(range(1, 6), (False, True)))
-TURN_OF_A_ROUND: list[Moment] = [(3, False), (2, True)]
-"""The token with which a round is committed and the next one is dispatched, and a close inside a block."""
+TURN_OF_A_ROUND: list[Moment] = [(3, False), (2, True), (1, False)]
+"""The token with which a round is committed and the next one is dispatched, a close inside a block, an accepted token."""
 
 
 def try_places(
@@ -151,7 +151,7 @@ def try_places(
                 assert stopped == (places.raised_at is not None)
                 attempt.steps.close()
                 attempt.assert_right()
-                if tried % 8 == 0:
+                if tried % 16 == 0:
                     attempt.assert_goes_on()
             except Exception as error:
                 error.add_note(f"interrupted at {places.raised_at}, {out} tokens out, {ends=}, place {at}")
