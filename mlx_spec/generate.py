@@ -17,7 +17,7 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_held
+from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_read
 from mlx_spec.config import SpeculativeConfig, SpeculativeMethod
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
@@ -215,10 +215,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
             schedule = _resolve_width(asked, drafter, routes, caches, statistics)
     if schedule.width == 1:
         drafter = None
-    start = tokens_held(caches)
-    loop = open_loop(drafter, target, start, statistics)
-    if start and drafter is not None and (drafter.taps or drafter.remembers):
-        statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
+    loop = open_loop(drafter, target, tokens_read(caches), statistics)
     statistics.drafter = "none" if drafter is None else drafter.name
     statistics.loop = loop.name
     statistics.width_policy = str(schedule)

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import adopt, leaves
-from mlx_spec.cache.base import Drive, is_leaf
+from mlx_spec.cache.adopt import adopt, leaves, rows_held
+from mlx_spec.cache.base import Drive, is_leaf, require_appended
 from mlx_spec.errors import TransactionError
 
 _open_caches: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -47,14 +47,15 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.POSITIONS) -> None:
         """Open a round.
 
         Args:
             caches: the model's caches, as mlx-lm makes them.
             width: tokens the round may append, >= 1.
-            drive: how the model's token mixers take these tokens. Those of a model whose mixers are not
-                attached take them whole.
+            drive: how the model's token mixers take these tokens, once `mlx_spec.attach(model)` was called. Where they
+                are not attached they take them whole: windows and recurrent states then refuse a forward over several,
+                but with `Drive.WHOLE`, which keeps all of such a forward or nothing.
 
         Raises:
             TransactionError: width < 1, or a cache is in an open transaction already. Nothing was changed.
@@ -95,16 +96,30 @@ class SpeculativeCacheTransaction:
         for full-attention caches it changes nothing.
 
         Raises:
-            TransactionError: closed, or more tokens than the width.
+            TransactionError: closed, more tokens than the width, or another number than a cache has counted.
+                The round is still open, and nothing is marked.
         """
         self._require_active("mark a step of")
         if not 0 < tokens <= self.width - self.position:
             raise TransactionError(
                 f"{tokens} tokens do not fit: the round was opened for {self.width} and holds {self.position}."
             )
-        self.position += tokens
+        position = self.position + tokens
         for journal in self._journals:
-            journal.mark(self.position)
+            if journal.counted not in (None, position):
+                raise TransactionError(
+                    f"mark({tokens}) says that the round holds {position} tokens, but {journal.kind} has read "
+                    f"{journal.counted}. Call mark once after each forward, with the tokens it read."
+                )
+        self.position = position
+        for journal in self._journals:
+            journal.mark(position)
+
+    def drive_by(self, drive: Drive) -> None:
+        """Let token mixers take the forwards from here on in another way. Not to or from `Drive.WHOLE`."""
+        self._require_active("drive")
+        for journal in self._journals:
+            journal.drive_by(drive)
 
     def validate(self, retained: int | Sequence[int] | mx.array = 0) -> None:
         """Raise what `commit(retained)` would raise. Changes nothing."""
@@ -148,9 +163,24 @@ class SpeculativeCacheTransaction:
     def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Any]:
         self._require_active("commit")
         counts = self._counts(retained)
+        self._require_read(max(counts, default=0))
         return [journal.plan(counts) for journal in self._journals]
 
+    def _require_read(self, count: int) -> None:
+        """Refuse to keep more tokens than the caches have read, as far as they or the marks tell."""
+        if count == 0:
+            return
+        blind = next((each for each in self._journals if not (each.counts or each.appended)), None)
+        if blind is not None:
+            raise TransactionError(
+                f"cannot keep {count} tokens: {blind.kind} does not count what it is handed. "
+                "Call mark(tokens) after each forward, then commit."
+            )
+        require_appended(count, max((each.appended for each in self._journals), default=self.position))
+
     def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
+        if isinstance(retained, mx.array) and retained.ndim > 1:
+            raise TransactionError(f"retained counts are one number per row, [B], got shape {retained.shape}.")
         if isinstance(retained, mx.array):
             counts = cast(list[Any], mx.flatten(retained).tolist())
         else:
@@ -164,11 +194,7 @@ class SpeculativeCacheTransaction:
         return counts
 
     def _rows(self) -> int:
-        for cache in self._members:
-            shape = first_shape(cache)
-            if shape is not None:
-                return shape[0]
-        return 1
+        return rows_held(self._members) or 1
 
     def _require_active(self, what: str) -> None:
         if not self.active:
@@ -199,15 +225,3 @@ class SpeculativeCacheTransaction:
         with _open_caches_lock:
             _open_caches.difference_update(self._members)
         self._members = []
-
-
-def first_shape(cache: Any) -> tuple[int, ...] | None:
-    """Shape of the first array a cache holds; its first axis is the batch."""
-    pending = list(cache.__dict__.values())
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, mx.array) and value.ndim > 1:
-            return tuple(value.shape)
-        if isinstance(value, list | tuple):
-            pending.extend(value)
-    return None

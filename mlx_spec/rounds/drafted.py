@@ -14,14 +14,15 @@ from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.stats import Statistics
 
 
-def open_loop(drafter: Drafter | None, target: Target, start: int, statistics: Statistics) -> RoundLoop:
+def open_loop(drafter: Drafter | None, target: Target, start: int | None, statistics: Statistics) -> RoundLoop:
     """Make the drafter's side of one request.
 
     Args:
         drafter: who proposes; None for plain decoding.
         target: the model it proposes to.
-        start: tokens already in the target's caches, which the drafter has not seen.
-        statistics: where failures are told.
+        start: tokens already in the target's caches, which the drafter has not seen; None where there are some that
+            the caches do not count, so that it begins at position 0 all the same.
+        statistics: where this and failures are told.
 
     Raises:
         IncompatiblePair: the drafter cannot serve this target.
@@ -30,7 +31,11 @@ def open_loop(drafter: Drafter | None, target: Target, start: int, statistics: S
         return PlainLoop()
     drafter.check(target)
     target.attach_taps(drafter.taps)
-    return DraftedLoop(drafter, drafter.open(target, start), statistics)
+    if start != 0 and (drafter.taps or drafter.remembers):
+        missed = "text" if start is None else f"{start} tokens"
+        uncounted = "; how much it is, caches of this kind do not count" if start is None else ""
+        statistics.note(f"the drafter has not seen the {missed} already in the cache{uncounted}")
+    return DraftedLoop(drafter, drafter.open(target, start or 0), statistics)
 
 
 class DraftedLoop(RoundLoop):
