@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from mlx_spec.pairing import load, load_drafter
     from mlx_spec.stats import Statistics
+    from mlx_spec.verify.forward import VerifiedBlock, verify_forward
+    from mlx_spec.verify.record import attach, detach
 
 __all__ = [
     "MAGIC_DRAFT_TOKEN_ID",
@@ -32,7 +34,10 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeMethod",
     "Statistics",
+    "VerifiedBlock",
     "VerifyWidthRange",
+    "attach",
+    "detach",
     "generate",
     "generate_step",
     "load",
@@ -40,6 +45,7 @@ __all__ = [
     "settled_cache",
     "speculative_generate_step",
     "stream_generate",
+    "verify_forward",
 ]
 
 _HOME = {
@@ -58,6 +64,10 @@ _HOME = {
     "load": "pairing",
     "load_drafter": "pairing",
     "Statistics": "stats",
+    "VerifiedBlock": "verify.forward",
+    "verify_forward": "verify.forward",
+    "attach": "verify.record",
+    "detach": "verify.record",
 }
 """Public name -> module. Loaded when first asked for: `python -m mlx_spec.generate` must find its module unloaded."""
 
