@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mlx_spec.progress import Step
     from mlx_spec.stats import Statistics
     from mlx_spec.threads import worker_thread
+    from mlx_spec.verify.forward import VerifiedBlock, verify_forward
+    from mlx_spec.verify.record import attach, detach
 
 __all__ = [
     "MAGIC_DRAFT_TOKEN_ID",
@@ -35,7 +37,10 @@ __all__ = [
     "SpeculativeMethod",
     "Statistics",
     "Step",
+    "VerifiedBlock",
     "VerifyWidthRange",
+    "attach",
+    "detach",
     "generate",
     "generate_step",
     "load",
@@ -44,6 +49,7 @@ __all__ = [
     "speculative_generate_step",
     "stream_generate",
     "worker_thread",
+    "verify_forward",
 ]
 
 _HOME = {
@@ -64,6 +70,10 @@ _HOME = {
     "Statistics": "stats",
     "Step": "progress",
     "worker_thread": "threads",
+    "VerifiedBlock": "verify.forward",
+    "verify_forward": "verify.forward",
+    "attach": "verify.record",
+    "detach": "verify.record",
 }
 """Public name -> module. Loaded when first asked for: `python -m mlx_spec.generate` must find its module unloaded."""
 

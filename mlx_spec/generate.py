@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_held
+from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_read
 from mlx_spec.config import SpeculativeConfig, SpeculativeMethod
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
@@ -192,8 +192,7 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
         _check_method(options.speculative, drafter, target)
         # Also where the drafter will be idle: a wrong pair is told either way.
         draws.lend(drafter.check, target)
-        told = draws.lend(drafter.check_tokenizer, options.tokenizer)
-        if told:
+        if told := draws.lend(drafter.check_tokenizer, options.tokenizer):
             statistics.note(told)
     caches = _resolve_caches(options, model, statistics)
     request = Request(
@@ -216,18 +215,13 @@ def _open_run(prompt: Any, model: nn.Module, stops: Callable[[int], bool] | None
     if drafter is not None:
         with mx.stream(options.stream):
             schedule = draws.lend(_resolve_width, asked, drafter, routes, caches, statistics)
-    if schedule.width == 1:
-        drafter = None
-    start = tokens_held(caches)
-    loop = open_loop(drafter, target, start, statistics, draws)
-    if start and drafter is not None and (drafter.taps or drafter.remembers):
-        statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
+    drafter = None if schedule.width == 1 else drafter
+    loop = open_loop(drafter, target, tokens_read(caches), statistics, draws)
     statistics.drafter = "none" if drafter is None else drafter.name
     statistics.loop = loop.name
     statistics.width_policy = str(schedule)
-    engine = Engine(target, request, loop, schedule, routes, options.stream)
     draws.settle()
-    return _Run(engine, request, statistics)
+    return _Run(Engine(target, request, loop, schedule, routes, options.stream), request, statistics)
 
 
 def _prompt_ids(prompt: Any) -> mx.array:

@@ -14,6 +14,7 @@ from mlx_lm.models import gemma3_text, llama, qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
+from mlx_spec.cache.base import Drive
 from mlx_spec.verify import mixers, routes
 
 WIDTH = 5
@@ -118,8 +119,9 @@ class CommitCost:
     def commit_ms(self, retained: int) -> float:
         """Time of committing and evaluating what the commit left to do."""
         caches = copy.deepcopy(self.caches)
-        tx = SpeculativeCacheTransaction(caches, WIDTH)
+        tx = SpeculativeCacheTransaction(caches, WIDTH, drive=Drive.BLOCK)
         mx.eval(self.model(tokens(self.context, WIDTH), cache=tx.caches), arrays_of(caches))
+        tx.mark(WIDTH)
         self.held = tx.nbytes
 
         def finish() -> None:

@@ -77,9 +77,10 @@ def test_blocks_are_tried_from_the_probes_prompt_and_from_every_start_of_the_sit
     attach_mixers(model)
     with seen.watching(model):
         assert ModelRecord(model).certificate(beyond).holds(4) or not ON_CPU
-    _, *prompts = seen.ends[: 1 + len(PROBES)]
-    assert prompts == [probe.tokens for probe in PROBES]
-    assert {end - 4 for end in seen.ends[3:]} == {*prompts, *beyond.starts}
+    prompts = {probe.tokens for probe in PROBES}
+    assert prompts <= set(seen.ends)
+    # The op table was traced over three tokens; all else are prompts, and blocks of four from each of the lengths.
+    assert {end - 4 for end in seen.ends if end not in (3, *prompts)} == {*prompts, *beyond.starts}
 
 
 @pytest.mark.parametrize(("edge", "starts"), [(8, [13]), (9, [14]), (10, [8, 15]), (512, [510, 517])])

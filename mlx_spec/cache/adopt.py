@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import mlx.core as mx
@@ -24,11 +24,11 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
-from mlx_spec.cache.base import AskedMask, Drive, Journal, make_nest
+from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
 from mlx_spec.cache.chunked import ChunkedJournal
 from mlx_spec.cache.recurrent import RecurrentJournal
-from mlx_spec.cache.ring import RingJournal
+from mlx_spec.cache.ring import FullRingJournal, RingJournal
 from mlx_spec.cache.stepwise import StepwiseJournal
 from mlx_spec.errors import InvalidRequest, TransactionError, UnsupportedOption
 
@@ -97,13 +97,24 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
     kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
-    journals = {id(cache): kinds.get(type(cache), StepwiseJournal)(cache, width) for cache in leaves(caches)}
+    journals = {id(cache): _journal_of(cache, kinds)(cache, width) for cache in leaves(caches)}
     masks: dict[int, AskedMask] = {}
+    forward = Forward()
+    forward.needs_mixers = drive is not Drive.WHOLE and any(journal.needs_mixer for journal in journals.values())
     for journal in journals.values():
-        journal.masks = masks
-        journal.by_position = drive is Drive.POSITIONS or (drive is not Drive.WHOLE and journal.wants_positions)
+        journal.masks, journal.forward = masks, forward
+        journal.drive_by(drive)
     made = {key: journal.make_leaf() for key, journal in journals.items()}
     return [_handed(cache, made) for cache in caches], list(journals.values())
+
+
+def _journal_of(cache: Any, kinds: _Kinds) -> Callable[[Any, int], Journal]:
+    return FullRingJournal if _keeps_every_row(cache) else kinds.get(type(cache), StepwiseJournal)
+
+
+def _keeps_every_row(cache: Any) -> bool:
+    """Whether a window has no rows but those it never overwrites; mlx-lm writes later ones to nowhere."""
+    return type(cache) is RotatingKVCache and cache.keep >= cache.max_size
 
 
 def _handed(cache: Any, made: dict[int, Any]) -> Any:
@@ -125,8 +136,47 @@ def runs_again(caches: Sequence[Any]) -> bool:
 
 
 def tokens_held(caches: Sequence[Any]) -> int:
-    """Tokens the caches have read so far, as far as any of them counts; 0 when none does."""
-    return max((cache.offset for cache in leaves(caches) if isinstance(getattr(cache, "offset", None), int)), default=0)
+    """Tokens the caches have read so far, padding of a batch included, as far as any of them counts; 0 when none does.
+
+    States of fixed size count nothing. What follows from a length (edges of windows, numbers of keys, limits of a rope)
+    concerns only caches that count.
+    """
+    counts = (getattr(cache, _COUNTER.get(type(cache), "offset"), None) for cache in leaves(caches))
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+_COUNTER: dict[type[Any], str] = {BatchKVCache: "_idx", BatchRotatingKVCache: "_offset"}
+"""The number that counts, where `offset` holds one for each row."""
+
+
+def tokens_read(caches: Sequence[Any]) -> int | None:
+    """Tokens of text the caches have read so far, of the row that has read most; None when they do not tell.
+
+    Cost:
+        A host read where they are those of a batch.
+    """
+    counts = [getattr(cache, "offset", None) for cache in leaves(caches)]
+    by_row = (int(mx.max(count)) for count in counts if isinstance(count, mx.array))
+    longest = max(chain(by_row, (count for count in counts if isinstance(count, int))), default=0)
+    return None if longest <= 0 and rows_held(caches) is not None else max(0, longest)
+
+
+def rows_held(caches: Sequence[Any]) -> int | None:
+    """B, rows that a model's caches hold; None where none holds anything that tells."""
+    shapes = map(_first_shape, leaves(caches))
+    return next((shape[0] for shape in shapes if shape is not None), None)
+
+
+def _first_shape(cache: Any) -> tuple[int, ...] | None:
+    """Shape of the first array a cache holds; its first axis is the batch."""
+    pending = list(cache.__dict__.values())
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, mx.array) and value.ndim > 1:
+            return tuple(value.shape)
+        if isinstance(value, list | tuple):
+            pending.extend(value)
+    return None
 
 
 def quantized_entry(caches: Sequence[Any]) -> tuple[int, int] | None:
@@ -141,14 +191,15 @@ class Likeness:
     """Of what kinds a model's caches are; fresh ones of the same kinds can be made from it. Two alike are equal.
 
     Attributes:
-        strangers: names of the classes that are none of mlx-lm's shared ones.
+        strangers: what those are called of which no part of a block is known to be kept: classes that are none of
+            mlx-lm's shared ones, windows without a row to overwrite, batches of several rows.
         edges: lengths, ascending, at which some window wraps or is cut.
     """
 
     def __init__(self, caches: Sequence[Any]) -> None:
         self._kinds = tuple(map(_kind, caches))
         held = list(leaves(caches))
-        self.strangers = sorted({type(cache).__name__ for cache in held if type(cache) not in _MADE_FROM})
+        self.strangers = sorted({name for cache in held if (name := _stranger(cache))})
         self.edges = sorted({getattr(cache, name) for cache in held for name in _EDGE.get(type(cache), ())})
 
     def __eq__(self, other: object) -> bool:
@@ -179,11 +230,43 @@ _MADE_FROM: dict[type[Any], tuple[str, ...]] = {
     ConcatenateKVCache: (),
     RotatingKVCache: ("max_size", "keep"),
     ChunkedKVCache: ("chunk_size",),
-    ArraysCache: ("cache",),
+    ArraysCache: ("cache", "left_padding"),
+    BatchKVCache: ("left_padding",),
+    BatchRotatingKVCache: ("max_size", "left_padding"),
 }
 """Fields that tell two caches of a class apart before they have read anything."""
 
-_EDGE: dict[type[Any], tuple[str, ...]] = {RotatingKVCache: ("max_size",), ChunkedKVCache: ("chunk_size",)}
+_MAKERS: dict[type[Any], Callable[..., Any]] = {
+    QuantizedKVCache: lambda group_size, bits: KVCache(),  # noqa: ARG005  converted once it has read something
+    ArraysCache: lambda slots, rows: ArraysCache(slots, left_padding=rows and [0] * rows),
+    BatchKVCache: lambda rows: BatchKVCache([0] * rows),
+    BatchRotatingKVCache: lambda max_size, rows: BatchRotatingKVCache(max_size, [0] * rows),
+}
+"""How a fresh cache is made of these fields, lists and arrays given by their lengths, where not by the class itself.
+
+Of a batch each row has a mask, whether or not there is padding for it to hide.
+"""
+
+_EDGE: dict[type[Any], tuple[str, ...]] = {
+    RotatingKVCache: ("max_size",),
+    BatchRotatingKVCache: ("max_size",),
+    ChunkedKVCache: ("chunk_size",),
+}
+
+
+def _stranger(cache: Any) -> str | None:
+    """What a cache is called of which no part of a block is known to be kept; None for the others."""
+    name = type(cache).__name__
+    if type(cache) not in _MADE_FROM:
+        return name
+    if _keeps_every_row(cache):
+        return f"{name}(max_size={cache.max_size}, keep={cache.keep}), a window without a row to overwrite,"
+    padding = getattr(cache, "left_padding", None)
+    if padding is not None and padding.size > 1:
+        return f"{name} of {padding.size} rows"
+    if getattr(cache, "lengths", None) is not None:
+        return f"{name} in the middle of a padded prompt"
+    return None
 
 
 def _kind(cache: Any) -> tuple[Any, ...] | None:
@@ -192,7 +275,7 @@ def _kind(cache: Any) -> tuple[Any, ...] | None:
     if isinstance(cache, CacheList):
         return CacheList, tuple(map(_kind, cache.caches))
     fields = [getattr(cache, name) for name in _MADE_FROM.get(type(cache), ())]
-    return type(cache), tuple(len(field) if isinstance(field, list) else field for field in fields)
+    return type(cache), tuple(len(field) if isinstance(field, list | mx.array) else field for field in fields)
 
 
 def _named(kind: tuple[Any, ...] | None) -> str:
@@ -209,7 +292,7 @@ def _made(kind: tuple[Any, ...] | None) -> Any:
     made_of, fields = kind
     if made_of is CacheList:
         return CacheList(*map(_made, fields))
-    return KVCache() if made_of is QuantizedKVCache else made_of(*fields)
+    return _MAKERS.get(made_of, made_of)(*fields)
 
 
 def stretch(caches: Sequence[Any], length: int) -> None:
@@ -227,11 +310,22 @@ def stretch(caches: Sequence[Any], length: int) -> None:
         rows = min(length, getattr(cache, *_EDGE[type(cache)]) if type(cache) in _EDGE else length)
         cache.keys, cache.values = (_random_rows(array, rows, key) for array in (cache.keys, cache.values))
         cache.offset = length
+        if isinstance(cache, BatchKVCache | BatchRotatingKVCache):
+            _stretch_batch(cache, rows, length)
         if isinstance(cache, ChunkedKVCache):
             cache.start_position = length - rows
         if isinstance(cache, RotatingKVCache):
             beyond = length - rows
             cache._idx = rows if beyond == 0 else cache.keep + 1 + (beyond - 1) % (rows - cache.keep)
+
+
+def _stretch_batch(cache: Any, rows: int, length: int) -> None:
+    beyond = length - rows
+    cache.offset = mx.full(cache.left_padding.shape, length)
+    cache.left_padding = mx.full(cache.left_padding.shape, -beyond)
+    cache._idx = rows if beyond == 0 else 1 + (beyond - 1) % rows
+    if isinstance(cache, BatchRotatingKVCache):
+        cache._offset, cache.rotated = length, beyond > 0
 
 
 def _random_rows(like: mx.array, rows: int, key: mx.array) -> mx.array:

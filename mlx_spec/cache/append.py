@@ -9,8 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, AskedMask, Journal, Method, changed_outside, kept_whole, per_row, uniform
-from mlx_spec.errors import TransactionError
+from mlx_spec.cache.base import (
+    Apply,
+    AskedMask,
+    Journal,
+    Method,
+    changed_outside,
+    kept_whole,
+    per_row,
+    require_appended,
+    uniform,
+)
 
 
 def _update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
@@ -41,7 +50,6 @@ class AppendJournal(Journal):
         super().__init__(cache, width)
         self._base = self.length
         self._appended = 0
-        self._marked = 0
 
     @property
     def length(self) -> int:
@@ -49,28 +57,30 @@ class AppendJournal(Journal):
         return int(getattr(self._cache, self.counter))
 
     def admit(self, tokens: int) -> None:
-        """Refuse tokens beyond the round's width, before anything is written."""
+        """Refuse, before anything is written, tokens beyond the round's width and those that another layer must."""
         self.require_open()
-        if self._appended + tokens > self.width:
-            raise TransactionError(
-                f"the round was opened for {self.width} tokens and holds {self._appended}; "
-                f"{tokens} more do not fit. Open the transaction with the width you verify."
-            )
+        self.require_room(self._appended, tokens)
+        if tokens > 1 and self.forward.needs_mixers:
+            self.require_mixer()
         self.require_untouched()
         self._appended += tokens
+
+    @property
+    def counted(self) -> int | None:
+        return self._appended or None
 
     def shown(self, read: Callable[[], Any]) -> Any:
         """What the cache shows a mixer that goes by position: nothing that stands behind its position."""
         if self.looking_at is None:
             return read()
-        with self._counting(min(self.length, self._base + self._marked + self.looking_at + 1)):
+        with self._counting(min(self.length, self._base + self.begun + self.looking_at + 1)):
             return read()
 
     def mask_alone(self, asked: AskedMask, position: int) -> Any:
         """The mask the cache gives for one token when it stands right before this position of the forward."""
         if position not in asked.rows:
             start = getattr(self._cache, self.counter) - self._appended
-            with self._counting(start + self._marked + position):
+            with self._counting(start + self.begun + position):
                 asked.rows[position] = self.leaf.make_mask(1, *asked.args, **asked.keywords)
         return asked.rows[position]
 
@@ -84,19 +94,12 @@ class AppendJournal(Journal):
         finally:
             setattr(self._cache, self.counter, before)
 
-    def mark(self, position: int) -> None:
-        self._marked = position
-
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
         self.require_untouched()
         if self._appended == 0:
             return kept_whole
-        if count > self._appended:
-            raise TransactionError(
-                f"cannot keep {count} tokens: the round appended {self._appended}. "
-                "Run the model on the block before committing it."
-            )
+        require_appended(count, self._appended)
         length = self._base + count
         return lambda: setattr(self._cache, "offset", length)
 
@@ -146,7 +149,7 @@ class ConcatenateJournal(AppendJournal):
         keys, values = read()
         if self.looking_at is None:
             return keys, values
-        length = self._base + self._marked + self.looking_at + 1
+        length = self._base + self.begun + self.looking_at + 1
         return keys[..., :length, :], values[..., :length, :]
 
     def plan(self, retained: Sequence[int]) -> Apply:

@@ -47,6 +47,20 @@ class AskedMask(NamedTuple):
     rows: dict[int, Any]
 
 
+class Forward:
+    """What the leaves of one round are told of the forward that is running.
+
+    Attributes:
+        tokens: how many the model asked a mask for last; 0 before it asked for any.
+        needs_mixers: some cache of the round can keep a part of what several tokens wrote only with the help of its
+            token mixer, so a forward over several whose mixers are not attached is refused.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.needs_mixers = False
+
+
 Apply = Callable[[], None]
 """Second half of a commit. Nothing a caller could mend makes it fail; when it is interrupted, or done, it can be called
 again and does the whole of it, and `restore` undoes it."""
@@ -79,13 +93,19 @@ class Journal(abc.ABC):
     Attributes:
         methods: what a leaf does differently from its cache, by name.
         width: tokens the round may append at most.
+        marked: tokens of the forwards that are told to be complete.
+        begun: tokens before the forward that is running.
+        driven: a token mixer that is attached has handed it tokens.
         closed: the round is over; its leaf can no longer be written.
         by_position: the token mixer that reads this cache must take the block one position at a time.
         wants_positions: only then can part of a block be kept.
         runs_again: a part of a block is kept by running the token mixer again, from its tape.
-        counts: one number of the cache tells whether somebody else wrote to it.
+        counts: it sees what is written, so it counts tokens by itself, and a number or a few fields of the cache tell
+            whether somebody else wrote to it.
+        needs_mixer: what several tokens wrote at once cannot be cut without the mixer.
         looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
+        forward: what this round's leaves know of the forward that is running.
     """
 
     methods: tuple[tuple[str, Method], ...] = ()
@@ -93,13 +113,19 @@ class Journal(abc.ABC):
     by_position: bool = False
     wants_positions: bool = False
     runs_again: bool = False
+    needs_mixer: bool = False
     counts: bool = False
     looking_at: int | None = None
+    marked: int = 0
+    begun: int = 0
+    driven: bool = False
     masks: dict[int, AskedMask]
+    forward: Forward
 
     def __init__(self, cache: Any, width: int) -> None:
         self._cache = cache
         self._leaf: weakref.ref[Any] | None = None
+        self._fed: dict[int, int] = {}
         self.width = width
 
     def make_leaf(self) -> Any:
@@ -114,6 +140,11 @@ class Journal(abc.ABC):
         leaf.journal = self
         self._leaf = weakref.ref(leaf)
         return leaf
+
+    @property
+    def kind(self) -> str:
+        """What the cache is called in messages."""
+        return type(self._cache).__name__
 
     @property
     def leaf(self) -> Any:
@@ -131,6 +162,10 @@ class Journal(abc.ABC):
         if leaf is not None:
             leaf.__dict__ = {}
 
+    def drive_by(self, drive: Drive) -> None:
+        """How mixers take the forwards from here on."""
+        self.by_position = drive is Drive.POSITIONS or (drive is not Drive.WHOLE and self.wants_positions)
+
     def require_open(self) -> None:
         """Refuse a write through the leaf of a round that is over."""
         if self.closed:
@@ -138,6 +173,53 @@ class Journal(abc.ABC):
                 f"this {type(self._cache).__name__} stands for a cache in a transaction that is closed. "
                 "Use the cache itself, or open a new transaction."
             )
+
+    def require_room(self, held: int, tokens: int) -> None:
+        """Refuse tokens beyond the round's width, before anything is written."""
+        if held + tokens > self.width:
+            raise TransactionError(
+                f"the round was opened for {self.width} tokens and holds {held}; "
+                f"{tokens} more do not fit. Open the transaction with the width you verify."
+            )
+
+    def require_mixer(self) -> None:
+        """Refuse what several tokens write at once, where no mixer helps to keep a part of it."""
+        if not self.driven:
+            raise TransactionError(
+                f"{type(self._cache).__name__} cannot keep a part of what several tokens write at once, and this "
+                "model's token mixers are not attached. Nothing of this write was made. Abort, then call "
+                "mlx_spec.attach(model) before the round or mlx_spec.verify_forward instead of the model, or feed the "
+                "block one token at a time."
+            )
+
+    def feed(self, mixer: int, tokens: int) -> None:
+        """A token mixer is about to hand the cache so many tokens, all that it got in this forward.
+
+        Args:
+            mixer: id of the mixer. Mixers that share a cache see the same tokens, each once in a forward.
+            tokens: 0 where nothing tells how many they are.
+
+        Raises:
+            TransactionError: more than the width. Nothing was changed.
+        """
+        if tokens:
+            seen = self._fed.get(mixer, self.marked)
+            self.require_room(seen, tokens)
+            if seen > self.begun:
+                # The forward before this one was not marked; it ended here. Further mixers of this one find that done.
+                self.begin(seen)
+            self._fed[mixer] = seen + tokens
+        self.driven = True
+
+    @property
+    def counted(self) -> int | None:
+        """Tokens of the round that the cache has seen by its own count; None while it has counted none."""
+        return max(self._fed.values(), default=None)
+
+    @property
+    def appended(self) -> int:
+        """Tokens of the round that the cache has seen, by its own count or by the marks; 0 while nothing tells."""
+        return self.counted or self.marked
 
     @property
     def changed(self) -> bool:
@@ -172,6 +254,10 @@ class Journal(abc.ABC):
         journal = copy.copy(self)
         journal._cache = twin
         journal._leaf = None
+        # What leaves and mixers write to while the copy is brought there is its own.
+        journal._fed = dict(self._fed)
+        journal.forward = copy.copy(self.forward)
+        journal.masks = {key: asked._replace(rows=dict(asked.rows)) for key, asked in self.masks.items()}
         return journal
 
     @property
@@ -191,9 +277,15 @@ class Journal(abc.ABC):
         """Offer a way to run the round's inputs again. Most caches need none."""
         del tape
 
-    @abc.abstractmethod
     def mark(self, position: int) -> None:
         """Note that exactly `position` tokens of the round have been appended and all writes for them are made."""
+        self.marked = position
+        self._fed.clear()
+        self.begin(position)
+
+    def begin(self, position: int) -> None:
+        """What comes from here on belongs to the forward after these tokens."""
+        self.begun = position
 
     @abc.abstractmethod
     def plan(self, retained: Sequence[int]) -> Apply:
@@ -262,6 +354,7 @@ def _missing(self: Any, name: str) -> Any:
 
 def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
     """The cache's own mask; for a block it is remembered how it was asked for, so that one row can be."""
+    self.journal.forward.tokens = tokens
     mask = super(type(self), self).make_mask(tokens, *args, **keywords)
     if tokens > 1 and isinstance(mask, mx.array):
         self.journal.masks[id(mask)] = AskedMask(mask, type(self), args, keywords, {})
@@ -286,6 +379,15 @@ def changed_outside(what: str) -> CacheChanged:
         f"the cache was changed outside its open transaction: {what}. "
         "Abort the transaction and begin again from a cache nobody else writes to."
     )
+
+
+def require_appended(count: int, appended: int) -> None:
+    """Refuse to keep more tokens than there are."""
+    if count > appended:
+        raise TransactionError(
+            f"cannot keep {count} tokens: the round appended {appended}. "
+            "Run the model on the block before committing it."
+        )
 
 
 def kept_whole() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.cache.append import AppendJournal
-from mlx_spec.cache.base import Apply, kept_whole
+from mlx_spec.cache.base import Apply, Journal, kept_whole
 
 
 def _cut_front(self: Any) -> None:
@@ -90,6 +90,13 @@ class ChunkedJournal(AppendJournal):
 
     def restore(self) -> None:
         self._go_to(0)
+
+    def onto(self, twin: Any) -> Journal:
+        journal = super().onto(twin)
+        # The uncut buffers are put into the cache as they are, so each cache needs handles of its own.
+        uncut = None if self._uncut is None else tuple(map(copy.copy, self._uncut))
+        vars(journal).update(_own=list(self._own), _uncut=uncut)
+        return journal
 
     def close(self) -> None:
         super().close()

@@ -7,8 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, Tape, kept_whole
+from mlx_spec.cache.base import Apply, Journal, Method, Tape, kept_whole
 from mlx_spec.cache.stepwise import StepwiseJournal
+
+
+def _set_slot(self: Any, slot: int, value: Any) -> None:
+    self.journal.admit()
+    super(type(self), self).__setitem__(slot, value)
+
+
+_METHODS: tuple[tuple[str, Method], ...] = (("__setitem__", _set_slot),)
 
 
 class RecurrentJournal(StepwiseJournal):
@@ -18,16 +26,27 @@ class RecurrentJournal(StepwiseJournal):
     state update over its first n inputs; its output is never evaluated. Keeping all of them needs nothing.
     """
 
+    methods = _METHODS
     wants_positions = False
     runs_again = True
+    needs_mixer = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
+        if width == 1:
+            # There is no part of one token.
+            self.methods = ()
         self._tapes: list[tuple[int, Tape]] = []
+
+    def admit(self) -> None:
+        """Refuse, before it is written, what a forward over several tokens leaves, where no mixer leaves a tape."""
+        self.require_open()
+        if self.forward.tokens > 1:
+            self.require_mixer()
 
     def tape(self, tape: Tape) -> None:
         """Remember a mixer's inputs over one forward. Mixers that share a cache are replayed in order."""
-        self._tapes.append((self._begun, tape))
+        self._tapes.append((self.begun, tape))
 
     def before_position(self, position: int) -> None:
         if not self._tapes:
@@ -36,13 +55,13 @@ class RecurrentJournal(StepwiseJournal):
     def plan(self, retained: Sequence[int]) -> Apply:
         counts = set(retained)
         for count in counts:
-            if not (self._tapes and 0 < count < self._appended):
+            if not (self._tapes and 0 < count < self.appended):
                 super().plan([count])
         self.require_untouched()
         if len(counts) > 1:
             whole = list(self._cache.cache)
             return lambda: self._keep_ragged(list(retained), whole)
-        return kept_whole if counts == {self._appended} else lambda: self._go_to(retained[0])
+        return kept_whole if retained[0] and counts == {self.appended} else lambda: self._go_to(retained[0])
 
     def onto(self, twin: Any) -> Journal:
         journal = super().onto(twin)
@@ -70,8 +89,8 @@ class RecurrentJournal(StepwiseJournal):
     def _keep_ragged(self, counts: list[int], whole: list[Any]) -> None:
         """Take each row from the state after its own count; `whole` is the state after all of the round."""
         cache = self._cache
-        states = {self._appended: whole}
-        for count in set(counts) - {self._appended}:
+        states = {self.appended: whole}
+        for count in set(counts) - set(states):
             self._go_to(count)
             states[count] = list(cache.cache)
         self.restore()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, uniform
-from mlx_spec.cache.stepwise import Snapshot
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, require_appended, uniform
+from mlx_spec.cache.stepwise import StepwiseJournal, fingerprint
 from mlx_spec.errors import TransactionError
 
 
@@ -87,7 +87,8 @@ class RingJournal(Journal):
     """An undo log: the rows a round will overwrite, copied before it, and the rows it writes.
 
     The log needs writes of one token, as attention over a ring needs them anyway: a row must be
-    attended before the write that replaces it. A write of several tokens is kept or undone whole.
+    attended before the write that replaces it. A write of several tokens lays the rows out otherwise than as many
+    single ones do, so it is refused.
 
     A window of 6 rows, the first 2 of them kept for good, that has read tokens 0 to 8; a round of W = 3 over it:
 
@@ -104,15 +105,14 @@ class RingJournal(Journal):
 
     methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
     wants_positions = True
+    needs_mixer = True
     counts = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
         self._path = self._path_of(cache).walk(width)
         self._written: list[tuple[mx.array, mx.array]] = []
-        self._whole: Snapshot | None = None
         self._appended = 0
-        self._marked = 0
         self._views: dict[int, tuple[mx.array, mx.array]] = {}
         # A cut makes new buffers, so holding the old ones costs no copy.
         self._uncut = (copy.copy(cache.keys), copy.copy(cache.values)) if self._path.trimmed else None
@@ -145,21 +145,15 @@ class RingJournal(Journal):
         """Note a write before it is made."""
         tokens = keys.shape[2]
         self.require_open()
-        if self._appended + tokens > self.width:
-            raise TransactionError(
-                f"the round was opened for {self.width} tokens and holds {self._appended}; "
-                f"{tokens} more do not fit. Open the transaction with the width you verify."
-            )
+        self.require_room(self._appended, tokens)
+        require_single(self, tokens)
         self.require_untouched()
-        if tokens > 1 and self._whole is None:
-            if self._appended:
-                raise TransactionError(
-                    "a ring takes a round either token by token or in one write of several, not mixed. "
-                    "Abort, and feed the block one way."
-                )
-            self._whole = Snapshot(self._cache)
         self._written.append((keys, values))
         self._appended += tokens
+
+    @property
+    def counted(self) -> int | None:
+        return self._appended or None
 
     def require_untouched(self) -> None:
         want = self._path.places[0].offset + self._appended
@@ -169,22 +163,22 @@ class RingJournal(Journal):
     def trimmed(self) -> int | None:
         place = self._path.places[self._appended]
         surplus = place.offset - self._offset()
-        return surplus if surplus == place.cursor - self._cache._idx >= 0 and self._whole is None else None
+        return surplus if surplus == place.cursor - self._cache._idx >= 0 else None
 
     def untrim(self) -> None:
         self._set_place(self._appended)
 
     def shown(self, read: Callable[[], Any]) -> Any:
         """What the cache shows a mixer that goes by position: the window as it stood there."""
-        count = self._appended if self.looking_at is None else self._marked + self.looking_at + 1
+        count = self._appended if self.looking_at is None else self.begun + self.looking_at + 1
         if count >= self._appended:
             return read()
         if count not in self._views:
             self._views[count] = self._as_after(count)
         return self._views[count]
 
-    def mark(self, position: int) -> None:
-        self._marked = position
+    def begin(self, position: int) -> None:
+        super().begin(position)
         self._views = {}
 
     def plan(self, retained: Sequence[int]) -> Apply:
@@ -192,16 +186,7 @@ class RingJournal(Journal):
         self.require_untouched()
         if self._appended == 0 or count == self._appended:
             return kept_whole
-        if count > self._appended:
-            raise TransactionError(
-                f"cannot keep {count} tokens: the round appended {self._appended}. "
-                "Run the model on the block before committing it."
-            )
-        if self._whole is not None and count:
-            raise TransactionError(
-                f"cannot keep {count} of {self._appended} tokens that were written into a ring at once. "
-                "Feed the block one token at a time."
-            )
+        require_appended(count, self._appended)
         return lambda: self._go_back_to(count)
 
     def restore(self) -> None:
@@ -210,13 +195,14 @@ class RingJournal(Journal):
 
     def onto(self, twin: Any) -> Journal:
         journal = super().onto(twin)
-        if self._whole is not None:
-            vars(journal)["_whole"] = self._whole.onto(self._cache, twin)
+        # The uncut buffers are put into the cache as they are, so each cache needs handles of its own.
+        uncut = None if self._uncut is None else tuple(map(copy.copy, self._uncut))
+        vars(journal).update(_written=list(self._written), _views={}, _uncut=uncut)
         return journal
 
     def close(self) -> None:
         super().close()
-        self._copies, self._uncut, self._whole = (), None, None
+        self._copies, self._uncut = (), None
         self._written, self._views = [], {}
 
     @property
@@ -226,9 +212,6 @@ class RingJournal(Journal):
         return sum(array.nbytes for array in arrays)
 
     def _go_back_to(self, count: int) -> None:
-        if self._whole is not None:
-            self._whole.restore()
-            return
         cache, place = self._cache, self._path.places[count]
         if count == 0 and self._uncut is not None:
             cache.keys, cache.values = self._uncut
@@ -280,6 +263,57 @@ class RingJournal(Journal):
             for side, array in enumerate(held)
         )
         return keys, values
+
+
+def require_single(journal: Journal, tokens: int) -> None:
+    """Refuse a write of several tokens into a window, before it is made."""
+    if tokens > 1:
+        journal.require_mixer()
+        raise TransactionError(
+            f"a mixer wrote {tokens} tokens into a window at once, which lays its rows out otherwise than one-token "
+            "decode does. Nothing of this write was made. Abort, and feed the block one token at a time."
+        )
+
+
+class FullRingJournal(StepwiseJournal):
+    """A window whose every row is kept for good: mlx-lm writes what comes after its last row to nowhere.
+
+    No row is overwritten, so an undo log has nothing to say; the whole of the few rows is held at each step.
+    """
+
+    methods = (("update_and_fetch", _update_and_fetch),)
+    needs_mixer = True
+    counts = True
+
+    def __init__(self, cache: Any, width: int) -> None:
+        super().__init__(cache, width)
+        self._base = int(cache.offset)
+        self._place = (cache._idx, cache.offset)
+
+    def admit(self, keys: mx.array, values: mx.array) -> None:
+        """Note a write before it is made."""
+        del values
+        self.require_open()
+        if self.by_position:
+            self.require_room(self.counted or 0, keys.shape[2])
+            require_single(self, keys.shape[2])
+
+    @property
+    def counted(self) -> int | None:
+        return (int(self._cache.offset) - self._base) or None
+
+    def mark(self, position: int) -> None:
+        super().mark(position)
+        self._place = (self._cache._idx, self._cache.offset)
+
+    def trimmed(self) -> int | None:
+        cache, (cursor, offset) = self._cache, self._place
+        before = fingerprint({**vars(cache), "_idx": cursor, "offset": offset}) if self._standing else []
+        surplus = int(offset - cache.offset)
+        return surplus if surplus == cursor - cache._idx >= 0 and before == self._standing else None
+
+    def untrim(self) -> None:
+        self._cache._idx, self._cache.offset = self._place
 
 
 def rows_of(cache: Any) -> int:

@@ -150,7 +150,6 @@ class StepwiseJournal(Journal):
 
     Attributes:
         _steps: tokens appended -> the state at that moment. Position 0 is there from the start.
-        _begun: tokens appended before the forward that is running.
     """
 
     wants_positions = True
@@ -158,35 +157,35 @@ class StepwiseJournal(Journal):
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
         self._steps = {0: Snapshot(cache)}
-        self._position = 0
-        self._begun = 0
-        self._marked: list[Any] = []
+        self._standing: list[Any] = []
 
     def mark(self, position: int) -> None:
+        super().mark(position)
+        self._standing = fingerprint(self._cache)
+
+    def begin(self, position: int) -> None:
+        super().begin(position)
         self._take(position)
-        self._begun = position
-        self._marked = fingerprint(self._cache)
 
     def _take(self, position: int) -> None:
         # The last step needs no handle: keeping the whole round leaves the cache as it stands.
         if position < self.width:
             self._steps[position] = Snapshot(self._cache)
-        self._position = position
 
     def before_position(self, position: int) -> None:
         if position:
-            self._take(self._begun + position)
+            self._take(self.begun + position)
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, f"{type(self._cache).__name__} inside a transaction")
         self.require_untouched()
-        if count == self._appended:
+        if count and count == self.appended:
             return kept_whole
         if count not in self._steps:
             raise TransactionError(
-                f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.width} tokens "
+                f"{type(self._cache).__name__} can keep {sorted(self._steps)} or all {self.appended} tokens "
                 f"of this round, not {count}: its state is known only where a forward ended. "
-                "Feed the block one token at a time."
+                "Abort, then call mlx_spec.attach(model) before the round, or feed the block one token at a time."
             )
         return self._steps[count].restore
 
@@ -196,23 +195,18 @@ class StepwiseJournal(Journal):
     def onto(self, twin: Any) -> Journal:
         journal = super().onto(twin)
         steps = {step: snapshot.onto(self._cache, twin) for step, snapshot in self._steps.items()}
-        vars(journal).update(_steps=steps, _marked=[])
+        vars(journal).update(_steps=steps, _standing=[])
         return journal
-
-    @property
-    def _appended(self) -> int:
-        """Tokens of the round so far; one that marks nothing is taken to be full."""
-        return self._position or self.width
 
     def close(self) -> None:
         super().close()
         self._steps = {}
-        self._marked = []
+        self._standing = []
 
     def require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
-        now = fingerprint(self._cache) if self._marked else []
-        if now != self._marked:
+        now = fingerprint(self._cache) if self._standing and not self._fed else self._standing
+        if now != self._standing:
             raise changed_outside("its fields are not those of the last marked step")
 
     @property

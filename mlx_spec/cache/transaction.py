@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import adopt, cache_arrays, leaves
-from mlx_spec.cache.base import Apply, Drive, Journal, is_leaf
+from mlx_spec.cache.adopt import adopt, cache_arrays, leaves, rows_held
+from mlx_spec.cache.base import Apply, Drive, Journal, is_leaf, require_appended
 from mlx_spec.errors import TransactionError
 
 _open_rounds: dict[int, weakref.ref[SpeculativeCacheTransaction]] = {}
@@ -38,6 +38,7 @@ class SpeculativeCacheTransaction:
             owner writes it.
         _decided: what a commit was to keep, and the calls that do it, from the moment it began to write.
         _settled: the caches are what the round leaves behind; only letting go of it is left to do.
+        _revocable: its commit may still be revoked, so no `abort` lets go of what that needs.
 
     Cost:
         Opening and committing are O(layers) for full-attention caches and read nothing on the host.
@@ -54,14 +55,17 @@ class SpeculativeCacheTransaction:
         2
     """
 
-    def __init__(self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.BLOCK, opened: bool = True) -> None:
+    def __init__(
+        self, caches: Sequence[Any], width: int, *, drive: Drive = Drive.POSITIONS, opened: bool = True
+    ) -> None:
         """Open a round.
 
         Args:
             caches: the model's caches, as mlx-lm makes them.
             width: tokens the round may append, >= 1.
-            drive: how the model's token mixers take these tokens. Those of a model whose mixers are not
-                attached take them whole.
+            drive: how the model's token mixers take these tokens, once `mlx_spec.attach(model)` was called. Where they
+                are not attached they take them whole: windows and recurrent states then refuse a forward over several,
+                but with `Drive.WHOLE`, which keeps all of such a forward or nothing.
             opened: False leaves it to `open` or to the `with` statement, so that whoever will close the round can hold
                 it before there is anything to close.
 
@@ -78,6 +82,7 @@ class SpeculativeCacheTransaction:
         self._given, self._drive = caches, drive
         self._unopened = True
         self._settled = False
+        self._revocable = False
         self._decided: tuple[list[int], list[Apply]] | None = None
         self._members: list[Any] = []
         self._journals: list[Journal] = []
@@ -127,16 +132,30 @@ class SpeculativeCacheTransaction:
         for full-attention caches it changes nothing.
 
         Raises:
-            TransactionError: closed, or more tokens than the width.
+            TransactionError: closed, more tokens than the width, or another number than a cache has counted.
+                The round is still open, and nothing is marked.
         """
         self._require_active("mark a step of")
         if not 0 < tokens <= self.width - self.position:
             raise TransactionError(
                 f"{tokens} tokens do not fit: the round was opened for {self.width} and holds {self.position}."
             )
-        self.position += tokens
+        position = self.position + tokens
         for journal in self._journals:
-            journal.mark(self.position)
+            if journal.counted not in (None, position):
+                raise TransactionError(
+                    f"mark({tokens}) says that the round holds {position} tokens, but {journal.kind} has read "
+                    f"{journal.counted}. Call mark once after each forward, with the tokens it read."
+                )
+        self.position = position
+        for journal in self._journals:
+            journal.mark(position)
+
+    def drive_by(self, drive: Drive) -> None:
+        """Let token mixers take the forwards from here on in another way. Not to or from `Drive.WHOLE`."""
+        self._require_active("drive")
+        for journal in self._journals:
+            journal.drive_by(drive)
 
     def validate(self, retained: int | Sequence[int] | mx.array = 0) -> None:
         """Raise what `commit(retained)` would raise. Changes nothing."""
@@ -161,6 +180,7 @@ class SpeculativeCacheTransaction:
             plans = self._plan(retained)
             self._decided = (self._counts(retained), plans)
         self._require_active("commit")
+        self._revocable = revocable
         try:
             self._finish(revocable)
         except BaseException:
@@ -184,11 +204,14 @@ class SpeculativeCacheTransaction:
             self.abort()
 
     def abort(self) -> None:
-        """Undo the round. Does nothing when it is closed already.
+        """Undo the round. One that is closed already is left as it is.
 
-        If it is interrupted, the round is still open, and calling it again completes it.
+        If it is interrupted, calling it again completes it.
         """
         if not self.active:
+            if not self._revocable:
+                # What closed it may have been interrupted before it had let go of everything.
+                self.release()
             return
         if not self._settled:
             self._restore()
@@ -198,8 +221,9 @@ class SpeculativeCacheTransaction:
 
     def revoke(self) -> None:
         """Undo a commit that was revocable and was not released. If it is interrupted, call it again."""
-        self._restore()
-        self._settled, self.committed = True, False
+        if self.committed or not self._settled:
+            self._restore()
+            self._settled, self.committed = True, False
         if self.active:
             self._part()
         self.release()
@@ -265,9 +289,24 @@ class SpeculativeCacheTransaction:
     def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Apply]:
         self._require_active("commit")
         counts = self._counts(retained)
+        self._require_read(max(counts, default=0))
         return [journal.plan(counts) for journal in self._journals]
 
+    def _require_read(self, count: int) -> None:
+        """Refuse to keep more tokens than the caches have read, as far as they or the marks tell."""
+        if count == 0:
+            return
+        blind = next((each for each in self._journals if not (each.counts or each.appended)), None)
+        if blind is not None:
+            raise TransactionError(
+                f"cannot keep {count} tokens: {blind.kind} does not count what it is handed. "
+                "Call mark(tokens) after each forward, then commit."
+            )
+        require_appended(count, max((each.appended for each in self._journals), default=self.position))
+
     def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
+        if isinstance(retained, mx.array) and retained.ndim > 1:
+            raise TransactionError(f"retained counts are one number per row, [B], got shape {retained.shape}.")
         if isinstance(retained, mx.array):
             counts = cast(list[Any], mx.flatten(retained).tolist())
         else:
@@ -281,11 +320,7 @@ class SpeculativeCacheTransaction:
         return counts
 
     def _rows(self) -> int:
-        for cache in self._members:
-            shape = first_shape(cache)
-            if shape is not None:
-                return shape[0]
-        return 1
+        return rows_held(self._members) or 1
 
     def _require_active(self, what: str) -> None:
         if not self.active:
@@ -359,15 +394,3 @@ def _rounds_of(members: Iterable[Any]) -> list[SpeculativeCacheTransaction]:
     with _open_rounds_lock:
         rounds = [_round_of(cache) for cache in members]
     return list({id(each): each for each in rounds if each is not None}.values())
-
-
-def first_shape(cache: Any) -> tuple[int, ...] | None:
-    """Shape of the first array a cache holds; its first axis is the batch."""
-    pending = list(cache.__dict__.values())
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, mx.array) and value.ndim > 1:
-            return tuple(value.shape)
-        if isinstance(value, list | tuple):
-            pending.extend(value)
-    return None

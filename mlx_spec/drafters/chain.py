@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import DrafterState, Rows
 from mlx_spec.model.target import Target
@@ -289,7 +290,7 @@ class ChainState(DrafterState):
         network, read = depth.network, _joined([*depth.rows, *draft.given])
         if not draft.given:
             depth.rows = [read]
-        tx = SpeculativeCacheTransaction(depth.caches, read.shape[1] + further)
+        tx = SpeculativeCacheTransaction(depth.caches, read.shape[1] + further, drive=Drive.BLOCK)
         draft.rounds.append(tx)
         draft.read.append(read)
         states = self._run(depth, self._completing(depth, text, drafted), read, tx.caches)

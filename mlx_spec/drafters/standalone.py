@@ -228,7 +228,7 @@ class StandaloneState(DrafterState):
         if not self._takes_blocks:
             self._run_pending()
         pending = self._pending or [[] for _ in bonus]
-        tx = SpeculativeCacheTransaction(self._caches, self.pending + count)
+        tx = SpeculativeCacheTransaction(self._caches, self.pending + count, drive=Drive.BLOCK)
         try:
             tokens = mx.array([[*row, token] for row, token in zip(pending, bonus, strict=True)], dtype=mx.int32)
             chosen = []

@@ -16,15 +16,16 @@ from mlx_spec.stats import Statistics
 
 
 def open_loop(
-    drafter: Drafter | None, target: Target, start: int, statistics: Statistics, draws: OwnDraws
+    drafter: Drafter | None, target: Target, start: int | None, statistics: Statistics, draws: OwnDraws
 ) -> RoundLoop:
     """Make the drafter's side of one request.
 
     Args:
         drafter: who proposes; None for plain decoding.
         target: the model it proposes to.
-        start: tokens already in the target's caches, which the drafter has not seen.
-        statistics: where failures are told.
+        start: tokens already in the target's caches, which the drafter has not seen; None where there are some that
+            the caches do not count, so that it begins at position 0 all the same.
+        statistics: where this and failures are told.
         draws: the random state that the drafter draws from in this request.
 
     Raises:
@@ -34,7 +35,11 @@ def open_loop(
         return PlainLoop()
     draws.lend(drafter.check, target)
     target.attach_taps(drafter.taps)
-    return DraftedLoop(drafter, draws.lend(drafter.open, target, start), statistics, draws)
+    if start != 0 and (drafter.taps or drafter.remembers):
+        missed = "text" if start is None else f"{start} tokens"
+        uncounted = "; how much it is, caches of this kind do not count" if start is None else ""
+        statistics.note(f"the drafter has not seen the {missed} already in the cache{uncounted}")
+    return DraftedLoop(drafter, draws.lend(drafter.open, target, start or 0), statistics, draws)
 
 
 class DraftedLoop(RoundLoop):

@@ -58,14 +58,18 @@ class Mix:
         width: positions it was given; 0 when nothing marks its input.
     """
 
-    def __init__(self, call: Callable[..., Any], positional: dict[str, Any], keywords: dict[str, Any]) -> None:
+    def __init__(
+        self, call: Callable[..., Any], positional: dict[str, Any], keywords: dict[str, Any], mixer: int = 0
+    ) -> None:
         """
         Args:
             call: the stock call, with the module bound.
             positional: arguments given by place, under their names.
             keywords: arguments given by name.
+            mixer: id of the module.
         """
         self._call = call
+        self._mixer = mixer
         self._positional = positional
         self._keywords = keywords
         given = [*positional.values(), *keywords.values()]
@@ -83,7 +87,9 @@ class Mix:
             self._masks = self._passed_on.masks
             return self._positions(len(self._passed_on.values))
         journals = self._journals
-        if not journals or self.width < 2 or self.width > journals[0].width:
+        for journal in journals:
+            journal.feed(self._mixer, self.width)
+        if not journals or self.width < 2:
             return self._call(*self._positional.values(), **self._keywords)
         positions = self._passed_on is not None or any(journal.by_position for journal in journals)
         if len(journals) == 1 and self._inputs is not None:
@@ -118,6 +124,7 @@ class Mix:
         twin._positional = {name: other if value is leaf else value for name, value in self._positional.items()}
         twin._keywords = {name: other if value is leaf else value for name, value in self._keywords.items()}
         twin._journals = journals_of(other)
+        twin._masks = twin._journals[0].masks
         return twin
 
     def _running(self, start: int, stop: int, *, again: bool) -> AbstractContextManager[None]:

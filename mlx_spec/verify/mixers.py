@@ -58,7 +58,7 @@ def mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         positional = {names[place] if place < len(names) else str(place): arg for place, arg in enumerate(args)}
-        return Mix(partial(base.__call__, self), positional, keywords).run()
+        return Mix(partial(base.__call__, self), positional, keywords, id(self)).run()
 
     return swap_class(base, MIX, __call__=call, **{RUNS_AGAIN: runs_again})
 

@@ -11,6 +11,7 @@ from mlx import nn
 
 from mlx_spec.environment import certificate_folder
 from mlx_spec.model.swap import unswap
+from mlx_spec.verify import mixers, routes
 from mlx_spec.verify.bindings import Bindings
 from mlx_spec.verify.certificate import Certificate
 from mlx_spec.verify.known import Known
@@ -87,6 +88,15 @@ class ModelRecord:
         """What the model was found to do with blocks in a situation; nothing is tried before it is asked."""
         return self.now().certificate(situation)
 
+    def attach(self) -> None:
+        """Let the model's token mixers keep a part of what an ordinary forward writes inside a transaction.
+
+        What else there is to attach follows when a route needs it. Outside a transaction nothing changes.
+        """
+        model = self._alive()
+        mixers.attach(model)
+        routes.remember(model)
+
     def detach(self) -> None:
         """Give the model back as it was: every module its own class, every name of mlx-lm its own function.
 
@@ -118,6 +128,39 @@ def record_of(model: nn.Module) -> ModelRecord:
             record = _records[id(model)] = ModelRecord(model, certificate_folder())
             weakref.finalize(model, _let_go, id(model), record)
         return record
+
+
+def attach(model: nn.Module) -> None:
+    """Prepare a model for transactions over ordinary forwards.
+
+    Inside a `SpeculativeCacheTransaction` its forwards over several tokens can then be cut anywhere, whatever caches it
+    has; outside one nothing changes. `verify_forward` does this by itself. Attaching twice is attaching once.
+
+    The bits of a forward over several tokens are the model's own. Where they must be those of single tokens, which on
+    a GPU they mostly are not, use `verify_forward`.
+
+    Args:
+        model: as mlx-lm loads it.
+
+    Cost:
+        Once, one forward over one token, built and not evaluated. See `detach` for the way back.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_lm.models import cache, mamba2
+        >>> from mlx_spec import SpeculativeCacheTransaction, attach, detach
+        >>> sizes = dict(num_heads=2, head_dim=4, hidden_size=8, intermediate_size=8, state_size=4, num_hidden_layers=1)
+        >>> rest = dict(layer_norm_epsilon=1e-5, conv_kernel=4, n_groups=1, time_step_limit=(0.0, 1.0), vocab_size=11)
+        >>> flags = dict(use_bias=False, use_conv_bias=True, tie_word_embeddings=False)
+        >>> model = mamba2.Model(mamba2.ModelArgs(model_type="mamba2", time_step_rank=2, **sizes, **rest, **flags))
+        >>> attach(model)
+        >>> with SpeculativeCacheTransaction(cache.make_prompt_cache(model), width=3) as tx:
+        ...     logits = model(mx.array([[1, 2, 3]]), cache=tx.caches)
+        ...     tx.mark(3)
+        ...     tx.commit(2)
+        >>> detach(model)
+    """
+    record_of(model).attach()
 
 
 def detach(model: nn.Module) -> None:

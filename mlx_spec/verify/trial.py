@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, runs_again, stretch, visible_arrays
+from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.ops.attention import AttentionCall
@@ -186,7 +187,7 @@ def require_cuttable(model: nn.Module, width: int, likeness: Likeness) -> None:
     """
     probe, caches = PROBES[0], likeness.fresh()
     likeness.quantize(caches)
-    with SpeculativeCacheTransaction(caches, width) as tx:
+    with SpeculativeCacheTransaction(caches, width, drive=Drive.BLOCK) as tx:
         model(probe.ids(0, width), cache=tx.caches)
         tx.mark(width)
         tx.validate(1)

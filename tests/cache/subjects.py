@@ -120,6 +120,11 @@ class TinyModel(Subject):
         self.edge = edge
         self.drives = (Drive.POSITIONS, Drive.BLOCK, Drive.WHOLE) if exact_blocks else (Drive.POSITIONS, Drive.WHOLE)
 
+    @property
+    def model(self) -> nn.Module:
+        """The same object each time."""
+        return self._model()
+
     def make(self) -> list[Any]:
         # Other tests share the model and let its mixers go.
         mixers.attach(self._model())

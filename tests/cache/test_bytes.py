@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.cache.adopt import cache_arrays, leaves
+from mlx_spec.cache.base import Drive
 from mlx_spec.verify import mixers, routes
 from tests.cache import kinds
 from tests.cache.kinds import HEADS, KINDS, RING, WINDOW_STEPS, Kind, arrays_of
@@ -409,7 +410,7 @@ def test_a_models_open_round_holds_old_states_inputs_and_projections(name: str, 
     tokens = 1 if "sliding" in name else WIDTH
     alone = taken(lambda: [read(model, plain, plain, tokens) for _ in range(0, WIDTH, tokens)])
     before = mx.get_active_memory()
-    tx = SpeculativeCacheTransaction(caches, WIDTH)
+    tx = SpeculativeCacheTransaction(caches, WIDTH, drive=Drive.BLOCK)
     read(model, tx.caches, caches, WIDTH)
     tx.mark(WIDTH)
     assert tx.nbytes == want
@@ -428,7 +429,7 @@ def test_a_models_commit_moves_no_more_after_a_long_context(name: str, context: 
     """Keeping part runs mixers again over a few tokens; keeping nothing or all of them moves nothing."""
     model = mixing(name)
     caches = prefilled(model, context)
-    tx = SpeculativeCacheTransaction(caches, WIDTH)
+    tx = SpeculativeCacheTransaction(caches, WIDTH, drive=Drive.BLOCK)
     read(model, tx.caches, caches, WIDTH)
     tx.mark(WIDTH)
     held = tx.nbytes

@@ -306,7 +306,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
     ids = mx.array([[token % subject.vocab for token in range(1, RETAINED_WIDTH + 1)]])
     mixers.attach(subject.model)
     routes.remember(subject.model)
-    with SpeculativeCacheTransaction(caches, RETAINED_WIDTH) as tx:
+    with SpeculativeCacheTransaction(caches, RETAINED_WIDTH, drive=Drive.BLOCK) as tx:
         target = Target(subject.model)
         try:
             output = verify(target, ids, tx)
