@@ -71,7 +71,7 @@ def take(steps: Steps, count: int) -> list[int]:
 
 
 @EVERY_MIX
-@pytest.mark.part(6)
+@pytest.mark.part(4)
 def test_between_two_plain_tokens_the_cache_is_stocks_and_nothing_is_open_on_it(mix: str) -> None:
     cache, run = new_cache(mix), stock(mix)
     steps = begin(mix, cache)
@@ -98,7 +98,7 @@ def first_is_collected(steps: list[Steps]) -> None:
     gc.collect()
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("fate", [first_is_kept, first_is_closed, first_is_collected])
 @TRIMMABLE
 def test_a_cache_trimmed_under_a_live_plain_run_is_the_second_runs(mix: str, fate: Callable[..., None]) -> None:
@@ -169,7 +169,7 @@ def test_a_cache_saved_between_two_plain_tokens_is_stocks(tmp_path: Path) -> Non
 
 @EVERY_MIX
 @pytest.mark.parametrize("drafter", ["wrong", "right", "cycling"])
-@pytest.mark.part(5)
+@pytest.mark.part(4)
 def test_a_settled_copy_is_stocks_cache_and_the_run_goes_on_as_if_nobody_had_asked(mix: str, drafter: str) -> None:
     cache, run = new_cache(mix), stock(mix)
     steps = begin(mix, cache, drafter)
