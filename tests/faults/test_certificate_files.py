@@ -40,7 +40,7 @@ def found_in(folder: Path) -> int:
     return Verdicts(FACTS, folder).kept
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_no_finding_of_several_processes_is_lost(tmp_path: Path, thorough: bool) -> None:
     writers = 8 if thorough else 2
     command = [sys.executable, "-c", WRITER, str(tmp_path)]

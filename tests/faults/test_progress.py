@@ -74,7 +74,7 @@ MEANT = [GivenUp("enough"), ValueError("enough"), TypeError("enough"), RuntimeEr
 """Some of them a model may raise on a block, which is then stepped through."""
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("error", MEANT, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("at", [0, 1, -1], ids=["first step", "second step", "last step"])
 def test_certification_can_be_given_up_at_any_step_and_is_taken_up_again(at: int, error: BaseException) -> None:

@@ -36,8 +36,7 @@ for thread in threads: thread.join()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.part(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["left", "ended", "raised"])
 def test_a_process_whose_threads_end_in_the_block_exits_cleanly(ending: str, thorough: bool) -> None:
     for _ in range(6 if thorough else 1):
