@@ -24,7 +24,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
-from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, make_nest
+from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, drive_by, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
 from mlx_spec.cache.chunked import ChunkedJournal
 from mlx_spec.cache.recurrent import RecurrentJournal
@@ -97,19 +97,20 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
     kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
-    journals = {id(cache): _journal_of(cache, kinds)(cache, width) for cache in leaves(caches)}
+    journals: dict[int, Journal] = {}
     masks: dict[int, AskedMask] = {}
     forward = Forward()
-    forward.needs_mixers = drive is not Drive.WHOLE and any(journal.needs_mixer for journal in journals.values())
-    for journal in journals.values():
+    for cache in leaves(caches):
+        kind = kinds.get(type(cache), StepwiseJournal)
+        if type(cache) is RotatingKVCache and _keeps_every_row(cache):
+            kind = FullRingJournal
+        journals[id(cache)] = journal = kind(cache, width)
         journal.masks, journal.forward = masks, forward
-        journal.drive_by(drive)
+        if journal.needs_mixer and drive is not Drive.WHOLE:
+            forward.needs_mixers = True
+    drive_by(journals.values(), drive)
     made = {key: journal.make_leaf() for key, journal in journals.items()}
     return [_handed(cache, made) for cache in caches], list(journals.values())
-
-
-def _journal_of(cache: Any, kinds: _Kinds) -> Callable[[Any, int], Journal]:
-    return FullRingJournal if _keeps_every_row(cache) else kinds.get(type(cache), StepwiseJournal)
 
 
 def _keeps_every_row(cache: Any) -> bool:

@@ -17,7 +17,7 @@ from mlx_spec.cache.base import (
     changed_outside,
     kept_whole,
     per_row,
-    require_appended,
+    too_few,
     uniform,
 )
 
@@ -59,15 +59,13 @@ class AppendJournal(Journal):
     def admit(self, tokens: int) -> None:
         """Refuse, before anything is written, tokens beyond the round's width and those that another layer must."""
         self.require_open()
-        self.require_room(self._appended, tokens)
+        if self._appended + tokens > self.width:
+            raise self.too_many(self._appended, tokens)
         if tokens > 1 and self.forward.needs_mixers:
             self.require_mixer()
         self.require_untouched()
         self._appended += tokens
-
-    @property
-    def counted(self) -> int | None:
-        return self._appended or None
+        self.counted = self._appended
 
     def shown(self, read: Callable[[], Any]) -> Any:
         """What the cache shows a mixer that goes by position: nothing that stands behind its position."""
@@ -94,12 +92,17 @@ class AppendJournal(Journal):
         finally:
             setattr(self._cache, self.counter, before)
 
+    def mark(self, position: int) -> None:
+        self.marked = self.begun = position
+        self._fed.clear()
+
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
         self.require_untouched()
         if self._appended == 0:
             return kept_whole
-        require_appended(count, self._appended)
+        if count > self._appended:
+            raise too_few(count, self._appended)
         length = self._base + count
         return lambda: setattr(self._cache, "offset", length)
 

@@ -6,7 +6,7 @@ import abc
 import copy
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -100,6 +100,7 @@ class Journal(abc.ABC):
         by_position: the token mixer that reads this cache must take the block one position at a time.
         wants_positions: only then can part of a block be kept.
         runs_again: a part of a block is kept by running the token mixer again, from its tape.
+        counted: tokens of the round that the cache has seen by its own count; None while it has counted none.
         counts: it sees what is written, so it counts tokens by itself, and a number or a few fields of the cache tell
             whether somebody else wrote to it.
         needs_mixer: what several tokens wrote at once cannot be cut without the mixer.
@@ -115,6 +116,7 @@ class Journal(abc.ABC):
     runs_again: bool = False
     needs_mixer: bool = False
     counts: bool = False
+    counted: int | None = None
     looking_at: int | None = None
     marked: int = 0
     begun: int = 0
@@ -162,10 +164,6 @@ class Journal(abc.ABC):
         if leaf is not None:
             leaf.__dict__ = {}
 
-    def drive_by(self, drive: Drive) -> None:
-        """How mixers take the forwards from here on."""
-        self.by_position = drive is Drive.POSITIONS or (drive is not Drive.WHOLE and self.wants_positions)
-
     def require_open(self) -> None:
         """Refuse a write through the leaf of a round that is over."""
         if self.closed:
@@ -174,13 +172,12 @@ class Journal(abc.ABC):
                 "Use the cache itself, or open a new transaction."
             )
 
-    def require_room(self, held: int, tokens: int) -> None:
-        """Refuse tokens beyond the round's width, before anything is written."""
-        if held + tokens > self.width:
-            raise TransactionError(
-                f"the round was opened for {self.width} tokens and holds {held}; "
-                f"{tokens} more do not fit. Open the transaction with the width you verify."
-            )
+    def too_many(self, held: int, tokens: int) -> TransactionError:
+        """There are tokens beyond the round's width. Raised before anything is written."""
+        return TransactionError(
+            f"the round was opened for {self.width} tokens and holds {held}; "
+            f"{tokens} more do not fit. Open the transaction with the width you verify."
+        )
 
     def require_mixer(self) -> None:
         """Refuse what several tokens write at once, where no mixer helps to keep a part of it."""
@@ -204,17 +201,13 @@ class Journal(abc.ABC):
         """
         if tokens:
             seen = self._fed.get(mixer, self.marked)
-            self.require_room(seen, tokens)
+            if seen + tokens > self.width:
+                raise self.too_many(seen, tokens)
             if seen > self.begun:
                 # The forward before this one was not marked; it ended here. Further mixers of this one find that done.
                 self.begin(seen)
             self._fed[mixer] = seen + tokens
         self.driven = True
-
-    @property
-    def counted(self) -> int | None:
-        """Tokens of the round that the cache has seen by its own count; None while it has counted none."""
-        return max(self._fed.values(), default=None)
 
     @property
     def appended(self) -> int:
@@ -366,11 +359,24 @@ def is_leaf(value: Any) -> bool:
     return getattr(type(value), "__leaf__", False)
 
 
+def drive_by(journals: Iterable[Journal], drive: Drive) -> None:
+    """How mixers take the forwards of a round from here on."""
+    every, some = drive is Drive.POSITIONS, drive is not Drive.WHOLE
+    for journal in journals:
+        journal.by_position = every or (some and journal.wants_positions)
+
+
 def journals_of(leaf: Any) -> list[Journal]:
     """The journals of a leaf, or of every leaf nested in it."""
     if isinstance(leaf, nest_class(type(leaf).__base__)):
         return [journal for member in leaf.members for journal in journals_of(member)]
     return [leaf.journal]
+
+
+def journals_among(values: Iterable[Any]) -> list[Journal]:
+    """The journals of the leaves among some values."""
+    # Asked for every call of a mixer, of each of its arguments: `is_leaf`, without a call for each.
+    return [each for value in values if getattr(type(value), "__leaf__", False) for each in journals_of(value)]
 
 
 def changed_outside(what: str) -> CacheChanged:
@@ -381,13 +387,11 @@ def changed_outside(what: str) -> CacheChanged:
     )
 
 
-def require_appended(count: int, appended: int) -> None:
-    """Refuse to keep more tokens than there are."""
-    if count > appended:
-        raise TransactionError(
-            f"cannot keep {count} tokens: the round appended {appended}. "
-            "Run the model on the block before committing it."
-        )
+def too_few(count: int, appended: int) -> TransactionError:
+    """More tokens are to be kept than there are."""
+    return TransactionError(
+        f"cannot keep {count} tokens: the round appended {appended}. Run the model on the block before committing it."
+    )
 
 
 def kept_whole() -> None:

@@ -12,7 +12,8 @@ from mlx_spec.cache.stepwise import StepwiseJournal
 
 
 def _set_slot(self: Any, slot: int, value: Any) -> None:
-    self.journal.admit()
+    if not self.journal.driven:
+        self.journal.admit()
     super(type(self), self).__setitem__(slot, value)
 
 

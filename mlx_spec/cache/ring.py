@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, require_appended, uniform
+from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, too_few, uniform
 from mlx_spec.cache.stepwise import StepwiseJournal, fingerprint
 from mlx_spec.errors import TransactionError
 
@@ -145,15 +145,14 @@ class RingJournal(Journal):
         """Note a write before it is made."""
         tokens = keys.shape[2]
         self.require_open()
-        self.require_room(self._appended, tokens)
-        require_single(self, tokens)
+        if self._appended + tokens > self.width:
+            raise self.too_many(self._appended, tokens)
+        if tokens > 1:
+            require_single(self, tokens)
         self.require_untouched()
         self._written.append((keys, values))
         self._appended += tokens
-
-    @property
-    def counted(self) -> int | None:
-        return self._appended or None
+        self.counted = self._appended
 
     def require_untouched(self) -> None:
         want = self._path.places[0].offset + self._appended
@@ -186,7 +185,8 @@ class RingJournal(Journal):
         self.require_untouched()
         if self._appended == 0 or count == self._appended:
             return kept_whole
-        require_appended(count, self._appended)
+        if count > self._appended:
+            raise too_few(count, self._appended)
         return lambda: self._go_back_to(count)
 
     def restore(self) -> None:
@@ -294,13 +294,12 @@ class FullRingJournal(StepwiseJournal):
         """Note a write before it is made."""
         del values
         self.require_open()
+        held, tokens = int(self._cache.offset) - self._base, keys.shape[2]
         if self.by_position:
-            self.require_room(self.counted or 0, keys.shape[2])
-            require_single(self, keys.shape[2])
-
-    @property
-    def counted(self) -> int | None:
-        return (int(self._cache.offset) - self._base) or None
+            if held + tokens > self.width:
+                raise self.too_many(held, tokens)
+            require_single(self, tokens)
+        self.counted = held + tokens
 
     def mark(self, position: int) -> None:
         super().mark(position)

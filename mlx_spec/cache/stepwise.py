@@ -159,8 +159,15 @@ class StepwiseJournal(Journal):
         self._steps = {0: Snapshot(cache)}
         self._standing: list[Any] = []
 
+    def feed(self, mixer: int, tokens: int) -> None:
+        super().feed(mixer, tokens)
+        if tokens and not self.counts:
+            self.counted = self._fed[mixer]
+
     def mark(self, position: int) -> None:
         super().mark(position)
+        if not self.counts:
+            self.counted = None
         self._standing = fingerprint(self._cache)
 
     def begin(self, position: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_spec.cache.adopt import adopt, cache_arrays, leaves, rows_held
-from mlx_spec.cache.base import Apply, Drive, Journal, is_leaf, require_appended
+from mlx_spec.cache.base import Apply, Drive, Journal, drive_by, is_leaf, too_few
 from mlx_spec.errors import TransactionError
 
 _open_rounds: dict[int, weakref.ref[SpeculativeCacheTransaction]] = {}
@@ -142,10 +142,11 @@ class SpeculativeCacheTransaction:
             )
         position = self.position + tokens
         for journal in self._journals:
-            if journal.counted not in (None, position):
+            counted = journal.counted
+            if counted is not None and counted != position:
                 raise TransactionError(
                     f"mark({tokens}) says that the round holds {position} tokens, but {journal.kind} has read "
-                    f"{journal.counted}. Call mark once after each forward, with the tokens it read."
+                    f"{counted}. Call mark once after each forward, with the tokens it read."
                 )
         self.position = position
         for journal in self._journals:
@@ -154,8 +155,7 @@ class SpeculativeCacheTransaction:
     def drive_by(self, drive: Drive) -> None:
         """Let token mixers take the forwards from here on in another way. Not to or from `Drive.WHOLE`."""
         self._require_active("drive")
-        for journal in self._journals:
-            journal.drive_by(drive)
+        drive_by(self._journals, drive)
 
     def validate(self, retained: int | Sequence[int] | mx.array = 0) -> None:
         """Raise what `commit(retained)` would raise. Changes nothing."""
@@ -294,15 +294,18 @@ class SpeculativeCacheTransaction:
 
     def _require_read(self, count: int) -> None:
         """Refuse to keep more tokens than the caches have read, as far as they or the marks tell."""
-        if count == 0:
-            return
-        blind = next((each for each in self._journals if not (each.counts or each.appended)), None)
-        if blind is not None:
-            raise TransactionError(
-                f"cannot keep {count} tokens: {blind.kind} does not count what it is handed. "
-                "Call mark(tokens) after each forward, then commit."
-            )
-        require_appended(count, max((each.appended for each in self._journals), default=self.position))
+        read = 0 if self._journals else self.position
+        for journal in self._journals:
+            seen = journal.counted or journal.marked
+            if count and not seen and not journal.counts:
+                raise TransactionError(
+                    f"cannot keep {count} tokens: {journal.kind} does not count what it is handed. "
+                    "Call mark(tokens) after each forward, then commit."
+                )
+            if seen > read:
+                read = seen
+        if count > read:
+            raise too_few(count, read)
 
     def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
         if isinstance(retained, mx.array) and retained.ndim > 1:

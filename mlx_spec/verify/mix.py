@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import AskedMask, is_leaf, journals_of
+from mlx_spec.cache.base import AskedMask, journals_among
 from mlx_spec.errors import CannotMix
 from mlx_spec.verify.recall import Recall
 from mlx_spec.verify.routes import plan_in_force
@@ -73,7 +73,7 @@ class Mix:
         self._positional = positional
         self._keywords = keywords
         given = [*positional.values(), *keywords.values()]
-        self._journals = [journal for value in given if is_leaf(value) for journal in journals_of(value)]
+        self._journals = journals_among(given)
         self._passed_on = _first_passed_on(given)
         self._inputs = _inputs_among(given)
         self._masks = self._journals[0].masks if self._journals else {}
@@ -123,7 +123,7 @@ class Mix:
         twin = copy.copy(self)
         twin._positional = {name: other if value is leaf else value for name, value in self._positional.items()}
         twin._keywords = {name: other if value is leaf else value for name, value in self._keywords.items()}
-        twin._journals = journals_of(other)
+        twin._journals = journals_among([other])
         twin._masks = twin._journals[0].masks
         return twin
 

@@ -56,14 +56,14 @@ def speculate(mix: Mix, caches: list[Any], **options: Any) -> Statistics:
     return statistics
 
 
-SEEN = {"dense_qk_norm": "7 tokens", "hybrid": "7 tokens", "mamba": "text", "mamba2": "text", "cache_list": "7 tokens"}
+SEEN = {"dense_qk_norm": "7 tokens", "hybrid": "7 tokens", "cache_list": "7 tokens", "mamba2": "text", "mamba": "text"}
 NEEDS_SECONDS = ("cache_list", "mamba2", "hybrid")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in NEEDS_SECONDS else []) for name in SEEN]
 )
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 def test_a_drafter_that_has_not_seen_the_text_says_so_whatever_holds_it(name: str) -> None:
     mix = MIXES[name]
     told = f"the drafter has not seen the {SEEN[name]} already in the cache"
@@ -131,7 +131,8 @@ def test_a_batch_of_one_row_is_read_in_blocks_and_left_as_stock_leaves_it(name: 
     assert any("has not seen the 7 tokens" in note for note in statistics.notes)
 
 
-@pytest.mark.parametrize("pad", [1, 3])
+@pytest.mark.part(1)
+@pytest.mark.parametrize("pad", [3, 1])
 def test_padding_of_a_batch_is_no_text(pad: int) -> None:
     mix = MIXES["dense_qk_norm"]
     caches = [BatchKVCache([pad]) for _ in mix.model().layers]
@@ -141,6 +142,7 @@ def test_padding_of_a_batch_is_no_text(pad: int) -> None:
     assert any("has not seen the 7 tokens" in note for note in statistics.notes)
 
 
+@pytest.mark.part(1)
 @pytest.mark.parametrize("size", [5, 9])
 def test_a_window_of_a_batch_that_goes_round_is_exact(size: int) -> None:
     mix = MIXES["dense_qk_norm"]
