@@ -27,6 +27,7 @@ from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.drafters.registry import check_kind
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
+from mlx_spec.options import Options, SamplingFlags
 from mlx_spec.pairing import load, load_drafter
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.stats import Statistics
@@ -176,6 +177,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UnsupportedOption(sentence)
     if args.check and args.temp != 0 and args.seed is None:
         raise InvalidRequest("--check compares two runs, and at a temperature these agree only under one --seed.")
+    _check_numbers(args)
     if args.seed is not None:
         # Before loading, as mlx-lm does: making a model draws from the random state.
         with _told_as("--seed"):
@@ -188,6 +190,29 @@ def _run(args: argparse.Namespace) -> int:
         print(statistics, file=sys.stderr)
     _write_report(args.stats_json, json.dumps(statistics.as_dict(), indent=2) + "\n")
     return _check(job, ids) if args.check else 0
+
+
+_OPTION_FLAGS = (
+    "max_tokens",
+    "max_kv_size",
+    "prefill_step_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "draft_block_size",
+    "num_draft_tokens",
+    "verify",
+    "stop",
+)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse what no model could honour before one is loaded."""
+    flags = vars(args)
+    SamplingFlags.read(flags)
+    Options.read({name: flags[name] for name in _OPTION_FLAGS}, "this command")
+    if args.max_tokens == 0:
+        raise InvalidRequest("--max-tokens must not be 0: give a number of tokens, or -1 for no limit.")
 
 
 def _write_report(file: str | None, content: str) -> None:

@@ -48,7 +48,7 @@ class Statistics:
         self.decode_ms = 0.0
         self.notes: list[str] = []
         self.last_round: RoundRecord | None = None
-        self._started = time.perf_counter()
+        self._opened = self._started = time.perf_counter()
         self._first_token: float | None = None
         self._routes: dict[str, None] = {}
         self._drafter_failures = 0
@@ -69,6 +69,10 @@ class Statistics:
     def drafter_failures(self) -> int:
         """Rounds in which the drafter raised or returned what it must not."""
         return self._drafter_failures
+
+    def open(self) -> None:
+        """The request was made: the clock of the time to the first token begins."""
+        self._opened = time.perf_counter()
 
     def start(self, prompt_tokens: int) -> None:
         """The clock of the run begins."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.rounds.walks import Block, Token, Walk, open_walk
-from mlx_spec.sampling import random_key, rewind_random_state
+from mlx_spec.sampling import Sampling, random_key, rewind_random_state
 from mlx_spec.schedule import FixedWidth
 from mlx_spec.verify.block import verify
 from mlx_spec.verify.routes import Route
@@ -45,6 +45,19 @@ class Routes(Protocol):
 
     def demote(self, width: int, caches: list[Any], error: Exception) -> None:
         """The route for this width failed with this error: answer another one from here on."""
+
+
+class First(NamedTuple):
+    """The last position of a prompt of embeddings: [1] its id or [0] none, [1, H] what is read, how it is chosen."""
+
+    tokens: mx.array
+    embeddings: mx.array | None
+    sampling: Sampling
+
+
+def _row(embeddings: mx.array | None) -> mx.array | None:
+    """[W, H] -> [1, W, H]."""
+    return None if embeddings is None else embeddings[None]
 
 
 @dataclass(kw_only=True)
@@ -120,7 +133,7 @@ class Engine:
         self._open: OpenRound | None = None
         loop.look_at(request.caches)
 
-    def run(self) -> Iterator[Emission]:
+    def run(self) -> Generator[Emission, None, None]:
         """Hand out the text's tokens.
 
         However it ends (budget, stop, close, exception) the caches then hold the prompt tokens whose forward
@@ -131,11 +144,10 @@ class Engine:
         try:
             with mx.stream(self._stream):
                 last = self._prefill()
-                opened = self._dispatch(request.prompt[-1:], None, width=1)
-            opened.reads_prompt = True
+                opened = self._dispatch_prompt()
             self._count_out(opened, last)
             if request.budget == 0:
-                request.progress(request.prompt.size, request.prompt.size)
+                request.progress(request.prompt.length, request.prompt.length)
                 request.finish_reason = "length"
             else:
                 yield from self._rounds(opened)
@@ -173,38 +185,52 @@ class Engine:
         Chunk by chunk; each chunk's hidden states are shown to the drafter and dropped.
         """
         request = self._request
-        total = request.prompt.size
-        ids: list[int] = request.prompt.tolist()  # type: ignore[assignment]
+        total = request.prompt.length
         request.statistics.start(total)
         request.progress(0, total)
         while request.position < total - 1:
             start = request.position
             count = min(request.prefill_step_size, total - 1 - start)
-            chunk = request.prompt[start : start + count]
+            chunk, embeddings = request.prompt.part(start, start + count)
             with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE) as tx:
-                output = self._target.forward(chunk[None], tx.caches, self._loop.taps)
+                output = self._target.forward(chunk[None], tx.caches, self._loop.taps, _row(embeddings))
                 tx.mark(count)
                 tx.commit(count)
             request.convert_caches()
-            self._loop.read_prompt([ids[start : start + count]], output.hidden)
+            self._loop.read_prompt([request.prompt.shown_ids(start, start + count)], output.hidden)
             mx.eval(cache_arrays(request.caches), *self._loop.arrays())
             request.show(chunk)
             request.position += count
             request.progress(request.position, total)
             mx.clear_cache()
-        return ids[-1]
+        return request.prompt.shown_ids(total - 1, total)[0]
+
+    def _dispatch_prompt(self) -> OpenRound:
+        """Dispatch the prompt's last position, which gives the first token."""
+        prompt = self._request.prompt
+        tokens, embeddings = prompt.part(prompt.length - 1, prompt.length)
+        first = None if embeddings is None else First(tokens, embeddings, self._request.sampling)
+        if first is not None and not prompt.has_ids:
+            # As in the one-token loop, processors are called from the first token on whose id is known.
+            first = First(tokens, embeddings, replace(first.sampling, processors=()))
+            tokens = mx.zeros((1,), mx.uint32)
+        opened = self._dispatch(tokens, None, 1, first)
+        opened.reads_prompt = True
+        return opened
 
     # One round
 
-    def _dispatch(self, bonus: mx.array, bonus_id: int | None, width: int) -> OpenRound:
+    def _dispatch(self, bonus: mx.array, bonus_id: int | None, width: int, first: First | None = None) -> OpenRound:
         """Draft, verify and choose, all lazily, and start the device on it.
 
         Args:
             bonus: [1] the newest token, not yet handed out.
             bonus_id: the same on the host; None when it is not known there, which leaves no room for proposals.
             width: tokens to verify at most.
+            first: the prompt's last position, where it has an embedding of its own.
         """
         request = self._request
+        sampling = request.sampling if first is None else first.sampling
         stage_ms: dict[str, float] = {}
         clock = _Clock(stage_ms)
         key = random_key() if request.sampling.draws else None
@@ -212,11 +238,11 @@ class Engine:
         clock.lap("propose")
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
-        tx, output, route = self._verify(inputs)
+        tx, output, route = self._verify(inputs, first)
         clock.lap("verify")
         try:
             block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
-            walk = open_walk(request.sampling, block)
+            walk = open_walk(sampling, block)
             clock.lap("mask")
             hidden = [] if output.hidden is None else [output.hidden]
             # The states too, though these logits may not need them: what stays lazy belongs to this thread.
@@ -229,13 +255,19 @@ class Engine:
         self._open = OpenRound(tx=tx, block=block, output=output, walk=walk, route=route, stage_ms=stage_ms, key=key)
         return self._open
 
-    def _verify(self, inputs: mx.array) -> tuple[SpeculativeCacheTransaction, TargetOutput, Route]:
+    def _verify(
+        self, inputs: mx.array, first: First | None = None
+    ) -> tuple[SpeculativeCacheTransaction, TargetOutput, Route]:
         """Run the target on a block, by the route that is in force. The transaction is left open."""
         request, width = self._request, inputs.shape[1]
         route = self._routes.route(width, request.caches)
         tx = SpeculativeCacheTransaction(request.caches, width, drive=route.drive)
         try:
-            return tx, verify(self._target, inputs, tx, route, self._loop.taps), route
+            if first is None:
+                return tx, verify(self._target, inputs, tx, route, self._loop.taps), route
+            output = self._target.forward(first.tokens[None], tx.caches, self._loop.taps, _row(first.embeddings))
+            tx.mark(1)
+            return tx, output, route
         except CannotMix as error:
             tx.abort()
             self._routes.demote(width, request.caches, error)
@@ -266,7 +298,7 @@ class Engine:
         clock.lap("accept")
         request = self._request
         if current.reads_prompt:
-            request.progress(request.prompt.size, request.prompt.size)
+            request.progress(request.prompt.length, request.prompt.length)
         return token, request.receive(token.id)
 
     def _pass_on(self, current: OpenRound) -> OpenRound | None:
@@ -312,7 +344,8 @@ class Engine:
             raise
         if not current.is_foreign:
             current.walk.rewind(retained)
-        self._request.show(current.block.inputs[0, :retained])
+        if self._request.prompt.has_ids or not current.reads_prompt:
+            self._request.show(current.block.inputs[0, :retained])
         self._request.convert_caches()
 
     # Handing out
