@@ -249,11 +249,28 @@ def _load(args: argparse.Namespace) -> tuple[_Job, Any]:
     for token in args.extra_eos_token:
         with _told_as("--extra-eos-token"):
             tokenizer.add_eos_token(token)
+    if args.use_default_chat_template:
+        _take_default_template(tokenizer)
     drafter = None
     if draft_model is not None:
         drafter = load_drafter(draft_model, target=model, kind=args.draft_kind, quantize=quantize)
     key = cast(list[int], random_key().tolist())
     return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args, key), drafter
+
+
+def _take_default_template(tokenizer: Any) -> None:
+    """As mlx-lm's server reads the flag: where a tokenizer brings no template, that of its class is used."""
+    if tokenizer.has_chat_template:
+        _say("--use-default-chat-template has no effect, as in mlx-lm: the tokenizer has a chat template of its own")
+        return
+    default = getattr(tokenizer, "default_chat_template", None)
+    if not default:
+        raise UnsupportedOption(
+            "--use-default-chat-template: the tokenizer has no chat template, and its class has no default one. Leave "
+            "the flag out: the prompt is then used as it is."
+        )
+    tokenizer.chat_template = default
+    tokenizer.has_chat_template = True
 
 
 def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:

@@ -18,8 +18,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
 from mlx_spec.drafters.ngram import NgramDrafter
-from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
-from mlx_spec.errors import ModelNotFound, UnsupportedOption
+from mlx_spec.drafters.registry import (
+    check_target,
+    drafter_family,
+    open_family,
+    resolve_family,
+    validate_drafter_compatibility,
+)
+from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.verify.record import record_of
 
@@ -56,9 +62,10 @@ def load(
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
-        CheckpointError: mlx-lm cannot load it; the cause is attached.
+        CheckpointError: mlx-lm cannot load it (the cause is attached), or it is a drafter's.
     """
     folder = _target_folder(path_or_id, revision)
+    _refuse_drafter(folder)
     with telling(folder):
         model, tokenizer = mlx_lm_utils.load(
             str(folder),
@@ -72,6 +79,15 @@ def load(
         evaluate_arrays(model)
     record_of(model).tokenizer = tokenizer
     return model, tokenizer
+
+
+def _refuse_drafter(folder: Path) -> None:
+    family = drafter_family(read_config(folder))
+    if family is not None:
+        raise CheckpointError(
+            f"{folder} is a drafter (family {family.name!r}), not a target. Load the target it was made for, and this "
+            "with load_drafter(path, target=model), or give it as --draft-model."
+        )
 
 
 def load_without_tokenizer(path_or_id: str | Path) -> nn.Module:
