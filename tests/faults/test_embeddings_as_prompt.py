@@ -22,7 +22,7 @@ from tests.tiny import MIXES, PROMPT, VOCAB
 pytestmark = pytest.mark.faults
 
 TAKES_EMBEDDINGS = ("dense", "hybrid", "sliding", "ring_with_keep", "quantized_from_20", "dense_qk_norm")
-COUNT = 14
+COUNT = 12
 
 
 def embedded(model: Any, ids: tuple[int, ...] = PROMPT) -> mx.array:
@@ -32,6 +32,8 @@ def embedded(model: Any, ids: tuple[int, ...] = PROMPT) -> mx.array:
     return rows * 0.9 + 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.part(3)
 @pytest.mark.parametrize("chunk", [3, 2048])
 @pytest.mark.parametrize("ids", [(), PROMPT], ids=["alone", "with_ids"])
 @pytest.mark.parametrize("mix", TAKES_EMBEDDINGS)

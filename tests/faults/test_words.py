@@ -147,17 +147,21 @@ def test_a_deepseek_draft_with_a_table_of_its_own_says_so(tmp_path: Path) -> Non
     assert not any("of its own" in sentence for sentence in shared.remarks)
 
 
+@pytest.mark.slow
+@pytest.mark.part(2)
 @pytest.mark.parametrize("width", [2, 7, 16, 20])
 def test_a_block_file_that_names_no_block_honours_the_width_that_is_named(width: int) -> None:
     with pytest.warns(UserWarning, match="lacks block_size"):
         drafter = block_files.edited("dflash", lambda content: content.pop("block_size"))
     model = block_files.target().model
     for asked in ({"draft_block_size": width}, {"num_draft_tokens": width - 1}):
-        statistics = ran(model, [1, 2, 3], draft_model=drafter, count=30, **asked)
+        statistics = ran(model, [1, 2, 3], draft_model=drafter, count=width + 2, verify="fast", **asked)
         assert statistics.width_policy.startswith(f"fixed {width} ")
         assert len(statistics.proposed_by_depth) == width - 1
     config = SpeculativeConfig(speculative_method="dflash", num_speculative_tokens=width - 1)
-    assert ran(model, [1, 2, 3], draft_model=drafter, speculative=config).width_policy.startswith(f"fixed {width} ")
+    assert ran(model, [1, 2, 3], draft_model=drafter, speculative=config, verify="fast").width_policy.startswith(
+        f"fixed {width} "
+    )
 
 
 # Folders and flags
