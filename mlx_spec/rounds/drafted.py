@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.model.target import Target
+from mlx_spec.request import Prompt
 from mlx_spec.rounds.base import RoundLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.sampling import OwnDraws
@@ -16,15 +17,16 @@ from mlx_spec.stats import Statistics
 
 
 def open_loop(
-    drafter: Drafter | None, target: Target, start: int, statistics: Statistics, draws: OwnDraws
+    drafter: Drafter | None, target: Target, prompt: Prompt, start: int, statistics: Statistics, draws: OwnDraws
 ) -> RoundLoop:
-    """Make the drafter's side of one request.
+    """Make the drafter's side of one request. What the drafter will not see of the text is told.
 
     Args:
         drafter: who proposes; None for plain decoding.
         target: the model it proposes to.
+        prompt: what will be read.
         start: tokens already in the target's caches, which the drafter has not seen.
-        statistics: where failures are told.
+        statistics: where failures are told too.
         draws: the random state that the drafter draws from in this request.
 
     Raises:
@@ -34,7 +36,26 @@ def open_loop(
         return PlainLoop()
     draws.lend(drafter.check, target)
     target.attach_taps(drafter.taps)
-    return DraftedLoop(drafter, draws.lend(drafter.open, target, start), statistics, draws)
+    if start and (drafter.taps or drafter.remembers):
+        statistics.note(f"the drafter has not seen the {start} tokens already in the cache")
+    unseen = _unseen(drafter, prompt, statistics)
+    return DraftedLoop(drafter, draws.lend(drafter.open, target, start + unseen), statistics, draws, unseen)
+
+
+def _unseen(drafter: Drafter, prompt: Prompt, statistics: Statistics) -> int:
+    """How many positions of the prompt a drafter cannot be shown, for want of their ids."""
+    if prompt.embeddings is None or not drafter.reads_ids:
+        return 0
+    if prompt.has_ids:
+        statistics.note(f"{drafter.name} reads the prompt's ids, not the input_embeddings the target reads")
+        return 0
+    # Whoever reads hidden states goes on from the last position's, which needs no id of its own.
+    unseen = prompt.length - 1 if drafter.taps else prompt.length
+    statistics.note(
+        f"{drafter.name} has not seen {unseen} of the prompt's {prompt.length} positions: they are input_embeddings "
+        "without ids"
+    )
+    return unseen
 
 
 class DraftedLoop(RoundLoop):
@@ -44,7 +65,9 @@ class DraftedLoop(RoundLoop):
     the thread: every call into it goes through `draws.lend`.
     """
 
-    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics, draws: OwnDraws) -> None:
+    def __init__(
+        self, drafter: Drafter, state: DrafterState, statistics: Statistics, draws: OwnDraws, unseen: int = 0
+    ) -> None:
         self.name = drafter.kind
         self.taps = drafter.taps
         self._drafter = drafter
@@ -52,6 +75,7 @@ class DraftedLoop(RoundLoop):
         self._statistics = statistics
         self._draws = draws
         self._able = True
+        self._unseen = unseen
 
     def look_at(self, caches: Sequence[Any]) -> None:
         try:
@@ -60,7 +84,13 @@ class DraftedLoop(RoundLoop):
             self._give_up(error)
 
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
-        self._follow(self._state.read_prompt, ids, hidden)
+        skipped = min(self._unseen, len(ids[0]))
+        if skipped:
+            self._unseen -= skipped
+            ids = [row[skipped:] for row in ids]
+            hidden = None if hidden is None else hidden[:, skipped:]
+        if ids[0]:
+            self._follow(self._state.read_prompt, ids, hidden)
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> bool:
         self._follow(self._state.catch_up, ids, hidden)

@@ -128,7 +128,7 @@ Moment = tuple[int, bool]
 
 EVERY_MOMENT: list[Moment] = list(itertools.product(range(1, 6), (False, True)))
 TURN_OF_A_ROUND: list[Moment] = [(3, False), (2, True), (1, False)]
-"""The token with which a round is committed and the next one is dispatched, a close inside a block, an accepted token."""
+"""The token with which a round is committed and the next is dispatched, a close inside a block, an accepted token."""
 
 
 def try_places(
