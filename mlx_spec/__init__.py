@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
+    from mlx_spec import drafters, errors
     from mlx_spec.cache.transaction import SpeculativeCacheTransaction, settled_cache
     from mlx_spec.config import (
         MAGIC_DRAFT_TOKEN_ID,
@@ -39,8 +43,11 @@ __all__ = [
     "Step",
     "VerifiedBlock",
     "VerifyWidthRange",
+    "__version__",
     "attach",
     "detach",
+    "drafters",
+    "errors",
     "generate",
     "generate_step",
     "load",
@@ -78,9 +85,21 @@ _HOME = {
 """Public name -> module. Loaded when first asked for: `python -m mlx_spec.generate` must find its module unloaded."""
 
 
+_MODULES = ("drafters", "errors")
+"""Public modules."""
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = difflib.get_close_matches(name, __all__, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

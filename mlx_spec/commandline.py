@@ -27,6 +27,7 @@ from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.drafters.registry import check_kind
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
+from mlx_spec.options import Options, SamplingFlags
 from mlx_spec.pairing import load, load_drafter
 from mlx_spec.rendering import bounded, require_bounded_operators
 from mlx_spec.sampling import random_key, rewind_random_state
@@ -212,6 +213,7 @@ def _run(args: argparse.Namespace, course: _Course) -> int:
             raise UnsupportedOption(sentence)
     if args.check and args.temp != 0 and args.seed is None:
         raise InvalidRequest("--check compares two runs, and at a temperature these agree only under one --seed.")
+    _check_numbers(args)
     if args.seed is not None:
         # Before loading, as mlx-lm does: making a model draws from the random state.
         with _told_as("--seed"):
@@ -236,6 +238,29 @@ def _run(args: argparse.Namespace, course: _Course) -> int:
 
 def _as_json(statistics: Statistics) -> str:
     return json.dumps(statistics.as_dict(), indent=2) + "\n"
+
+
+_OPTION_FLAGS = (
+    "max_tokens",
+    "max_kv_size",
+    "prefill_step_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "draft_block_size",
+    "num_draft_tokens",
+    "verify",
+    "stop",
+)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse what no model could honour before one is loaded."""
+    flags = vars(args)
+    SamplingFlags.read(flags)
+    Options.read({name: flags[name] for name in _OPTION_FLAGS}, "this command")
+    if args.max_tokens == 0:
+        raise InvalidRequest("--max-tokens must not be 0: give a number of tokens, or -1 for no limit.")
 
 
 @contextmanager
@@ -272,11 +297,28 @@ def _load(args: argparse.Namespace, shown: Shown) -> tuple[_Job, Any]:
     for token in args.extra_eos_token:
         with _told_as("--extra-eos-token"):
             tokenizer.add_eos_token(token)
+    if args.use_default_chat_template:
+        _take_default_template(tokenizer)
     drafter = None
     if draft_model is not None:
         drafter = load_drafter(draft_model, target=model, kind=args.draft_kind, quantize=quantize)
     key = cast(list[int], random_key().tolist())
     return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args, key), drafter
+
+
+def _take_default_template(tokenizer: Any) -> None:
+    """As mlx-lm's server reads the flag: where a tokenizer brings no template, that of its class is used."""
+    if tokenizer.has_chat_template:
+        _say("--use-default-chat-template has no effect, as in mlx-lm: the tokenizer has a chat template of its own")
+        return
+    default = getattr(tokenizer, "default_chat_template", None)
+    if not default:
+        raise UnsupportedOption(
+            "--use-default-chat-template: the tokenizer has no chat template, and its class has no default one. Leave "
+            "the flag out: the prompt is then used as it is."
+        )
+    tokenizer.chat_template = default
+    tokenizer.has_chat_template = True
 
 
 def _draft_source(args: argparse.Namespace, demo: bool) -> str | None:

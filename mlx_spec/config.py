@@ -166,9 +166,9 @@ class SpeculativeConfig(BaseModel):
         method = info.data.get("speculative_method")
         if value is None:
             return DEFAULT_SEQUENTIAL_PROPOSALS if method in ("eagle", "mtp") else None
-        if method is not None and value < 1:
+        if value < 1:
             raise ValueError(
-                f"num_speculative_tokens must be at least 1 with speculative_method={method!r}, got {value}; "
+                f"num_speculative_tokens must be at least 1, got {value}; "
                 "leave speculative_method out to decode without proposals"
             )
         return value

@@ -22,6 +22,10 @@ class InvalidRequest(MlxSpecError, ValueError):
     """The request itself cannot be served: empty prompt, width 0, conflicting options. Nothing was changed."""
 
 
+class UnknownKeyword(InvalidRequest, TypeError):
+    """A function has no such keyword. Names the nearest one it has."""
+
+
 class UnsupportedOption(MlxSpecError, ValueError):
     """An option is understood but cannot be honoured here. Raised before the first token; nothing was changed."""
 

@@ -18,8 +18,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
 from mlx_spec.drafters.ngram import NgramDrafter
-from mlx_spec.drafters.registry import check_target, open_family, resolve_family, validate_drafter_compatibility
-from mlx_spec.errors import ModelNotFound, UnsupportedOption
+from mlx_spec.drafters.registry import (
+    check_target,
+    drafter_family,
+    open_family,
+    resolve_family,
+    validate_drafter_compatibility,
+)
+from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.progress import Progress, tell, telling_progress
 from mlx_spec.soundness import Blueprint, check_files, check_settings, check_target_files, require_finite
@@ -62,12 +68,13 @@ def load(
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
-        CheckpointError: its files are damaged, or ask for what cannot be, or mlx-lm cannot load it; where mlx-lm said
-            so, the cause is attached.
+        CheckpointError: its files are damaged, or ask for what cannot be, or mlx-lm cannot load it (the cause is
+            attached), or it is a drafter's.
     """
     with telling_progress(progress):
         tell("load", "looking at the files", 0, 3)
         folder = _target_folder(path_or_id, revision)
+        _refuse_drafter(folder)
         changes = dict(model_config or {})
         check_target_files(folder, changes)
         if adapter_path is not None:
@@ -118,6 +125,15 @@ def _model(folder: Path, changes: dict[str, Any], adapter_path: str | None = Non
             model = mlx_lm_utils.load_adapters(model, adapter_path)
             model.eval()
     return model
+
+
+def _refuse_drafter(folder: Path) -> None:
+    family = drafter_family(read_config(folder))
+    if family is not None:
+        raise CheckpointError(
+            f"{folder} is a drafter (family {family.name!r}), not a target. Load the target it was made for, and this "
+            "with load_drafter(path, target=model), or give it as --draft-model."
+        )
 
 
 def load_without_tokenizer(path_or_id: str | Path) -> nn.Module:

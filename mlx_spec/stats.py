@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_spec.records import STAGES, RoundRecord
 
 _DRAFT_STAGES = ("shift", "propose")
@@ -22,7 +24,10 @@ class Statistics:
         accepted_by_depth: accepted_by_depth[i] is the number of rounds whose proposal i+1 was accepted.
         proposed_by_depth: the number of rounds that had a proposal i+1.
         stage_ms: host milliseconds per stage, summed.
-        prompt_tokens, prompt_ms: the prompt and the time from the start to the first token.
+        prompt_tokens, prompt_ms: the prompt's positions and the time from their first forward to the first token.
+        time_to_first_token_ms: from the call that made the request; loading of a named drafter and finding of verify
+            routes are in it.
+        peak_memory_bytes: most that mlx had allocated in this process when the latest round was over.
         certify_ms: part of it spent finding out which verify routes are equal.
         decode_ms: time from the first token to the latest one.
         notes: one sentence per fallback or caveat, each once.
@@ -44,11 +49,13 @@ class Statistics:
         self.stage_ms = dict.fromkeys(STAGES, 0.0)
         self.prompt_tokens = 0
         self.prompt_ms = 0.0
+        self.time_to_first_token_ms = 0.0
+        self.peak_memory_bytes = 0
         self.certify_ms = 0.0
         self.decode_ms = 0.0
         self.notes: list[str] = []
         self.last_round: RoundRecord | None = None
-        self._started = time.perf_counter()
+        self._opened = self._started = time.perf_counter()
         self._first_token: float | None = None
         self._routes: dict[str, None] = {}
         self._drafter_failures = 0
@@ -70,6 +77,10 @@ class Statistics:
         """Rounds in which the drafter raised or returned what it must not."""
         return self._drafter_failures
 
+    def open(self) -> None:
+        """The request was made: the clock of the time to the first token begins."""
+        self._opened = time.perf_counter()
+
     def start(self, prompt_tokens: int) -> None:
         """The clock of the run begins."""
         self._started = time.perf_counter()
@@ -84,7 +95,7 @@ class Statistics:
             [(counts[depth] if depth < len(counts) else 0) + (depth < added) for depth in range(depths)]
             for counts, added in ((self.proposed_by_depth, record.proposed), (self.accepted_by_depth, record.accepted))
         )
-        stage_ms = dict(self.stage_ms)
+        stage_ms, peak_memory_bytes = dict(self.stage_ms), mx.get_peak_memory()
         for stage, spent_ms in record.stage_ms.items():
             stage_ms[stage] += spent_ms
         if record.width > 1:
@@ -96,6 +107,7 @@ class Statistics:
         self.accepted_tokens += record.accepted
         self.proposed_by_depth, self.accepted_by_depth = proposed, accepted
         self.stage_ms = stage_ms
+        self.peak_memory_bytes = peak_memory_bytes
         self.last_round = record
 
     def time_token(self) -> None:
@@ -104,6 +116,7 @@ class Statistics:
         if self._first_token is None:
             self._first_token = now
             self.prompt_ms = (now - self._started) * 1e3
+            self.time_to_first_token_ms = (now - self._opened) * 1e3
         self.decode_ms = (now - self._first_token) * 1e3
 
     @property
@@ -131,14 +144,27 @@ class Statistics:
         """Decode speed after the first token; 0.0 before the second."""
         return (self.emitted_tokens - 1) / self.decode_ms * 1e3 if self.decode_ms > 0 else 0.0
 
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Prompt speed, the first token's step included; 0.0 before it."""
+        return self.prompt_tokens / self.prompt_ms * 1e3 if self.prompt_ms > 0 else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """Everything above as JSON-ready values."""
         names = (
             "drafter loop verify_route width_policy acceptance_rule rounds proposed_tokens accepted_tokens "
             "emitted_tokens tokens_per_round accepted_by_depth proposed_by_depth drafter_failures draft_ms verify_ms "
-            "commit_ms stage_ms prompt_tokens prompt_ms certify_ms decode_ms tokens_per_second notes"
+            "commit_ms stage_ms prompt_tokens prompt_ms prompt_tokens_per_second time_to_first_token_ms certify_ms "
+            "decode_ms tokens_per_second peak_memory_bytes notes"
         )
         return {name: getattr(self, name) for name in names.split()}
+
+    def __repr__(self) -> str:
+        shown = (
+            "drafter loop verify_route width_policy rounds proposed_tokens accepted_tokens emitted_tokens "
+            "tokens_per_second notes"
+        )
+        return f"Statistics({', '.join(f'{name}={_rounded(getattr(self, name))!r}' for name in shown.split())})"
 
     def __str__(self) -> str:
         """The statistics line."""
@@ -147,7 +173,13 @@ class Statistics:
             f"rounds {self.rounds} | proposed {self.proposed_tokens} | accepted {self.accepted_tokens} | "
             f"{self.tokens_per_round:.2f} tokens/round | draft {self.draft_ms:.0f} ms | "
             f"verify {self.verify_ms:.0f} ms | commit {self.commit_ms:.0f} ms | "
-            f"{self.tokens_per_second:.2f} tokens/s"
+            f"prompt {self.prompt_tokens} tokens at {self.prompt_tokens_per_second:.1f} tokens/s | "
+            f"first token after {self.time_to_first_token_ms:.0f} ms | "
+            f"{self.tokens_per_second:.2f} tokens/s | peak memory {self.peak_memory_bytes / 1e9:.2f} GB"
         )
         tried = [f"certified in {self.certify_ms:.0f} ms"] if self.certify_ms >= 1 else []
         return " | ".join([line, *tried, *self.notes])
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value

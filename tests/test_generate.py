@@ -251,7 +251,7 @@ def test_nothing_is_said_of_a_cache_that_is_empty() -> None:
     model, statistics = eagle3_files.target().model, Statistics()
     keywords = {"draft_model": eagle3_files.drafter(), "prompt_cache": make_prompt_cache(model)}
     list(generate_step(mx.array(PROMPT), model, max_tokens=2, statistics=statistics, **keywords))
-    assert statistics.notes == []
+    assert not any("already in the cache" in note for note in statistics.notes)
 
 
 # A limit that mlx-lm drops

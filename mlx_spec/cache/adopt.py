@@ -368,6 +368,31 @@ class KVQuantization:
                 f"which is quantized to {held[0]} bits in groups of {held[1]}."
             )
 
+    def check_sizes(self, caches: Sequence[Any], used: Callable[[], Sequence[Any]]) -> None:
+        """Refuse groups that do not divide a row of keys or values, wherever the run might come to quantize them.
+
+        Args:
+            caches: the run's.
+            used: makes fresh caches that have read a token, lazily; called where these caches are empty.
+
+        Raises:
+            InvalidRequest: names both sizes. Nothing was changed.
+        """
+        if self.bits is None or not any(hasattr(cache, "to_quantized") for cache in caches):
+            return
+        held = [cache for cache in caches if isinstance(cache, KVCache)]
+        if any(cache.keys is None for cache in held):
+            held = [cache for cache in used() if isinstance(cache, KVCache)]
+        sizes = {array.shape[-1] for cache in held for array in (cache.keys, cache.values) if array is not None}
+        wrong = sorted(size for size in sizes if size % self.group_size)
+        if wrong:
+            sizes_in_words = " and ".join(map(str, wrong))
+            raise InvalidRequest(
+                f"kv_group_size={self.group_size} does not divide the {sizes_in_words} entries that "
+                f"rows of this model's keys and values have, so kv_bits={self.bits} cannot be had. Give a "
+                "kv_group_size that does, or leave kv_bits out."
+            )
+
     def room(self, caches: Sequence[Any]) -> int | None:
         """Tokens until the next cache must be converted; None when none will be.
 

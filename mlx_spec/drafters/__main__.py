@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 from mlx_spec.drafters.table import known_families
 
@@ -20,5 +22,13 @@ def table() -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status."""
+    flags = argparse.ArgumentParser(prog="python -m mlx_spec.drafters", description="Print the families of drafters.")
+    flags.parse_args(arguments)
     sys.stdout.write(table() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,6 +86,11 @@ class Drafter(abc.ABC):
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
         trained_width: verify width its checkpoint was trained for, which is also the widest; None where none is.
         architecture: what its checkpoint is; None without a checkpoint of its own.
+        methods: the values of SpeculativeConfig's `speculative_method` that its checkpoint is for; empty for any of
+            its kind.
+        remarks: sentences for the statistics of every run it drafts in.
+        reads_ids: whether it reads the prompt's token ids. Where a prompt has embeddings in place of ids, it is shown
+            no more of it than the last position's hidden states.
     """
 
     kind: str
@@ -96,6 +101,9 @@ class Drafter(abc.ABC):
     may_propose_fewer: bool = False
     trained_width: int | None = None
     architecture: str | None = None
+    methods: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    reads_ids: bool = True
 
     @abc.abstractmethod
     def check(self, target: Target) -> None:

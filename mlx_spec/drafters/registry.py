@@ -110,6 +110,17 @@ def resolve_drafter_kind(config: Mapping[str, Any], wanted: str | None = None, t
     return _resolve(config, wanted, tensors).kind
 
 
+def drafter_family(config: Mapping[str, Any]) -> Family | None:
+    """The family whose checkpoints alone have such a config.json; None where it may be a target's.
+
+    Example:
+        >>> drafter_family({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is None
+        True
+    """
+    said = _stated(config, _architecture(config))
+    return None if said is None else said.family
+
+
 def check_kind(wanted: str | None) -> None:
     """Refuse a kind that no family is of.
 

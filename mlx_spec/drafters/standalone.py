@@ -6,6 +6,7 @@ token, and what is accepted is the target's own choice.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,9 @@ def load(
     Raises:
         UnsupportedOption: `taps` was given, or `quantize` cannot be done.
         CheckpointError: mlx-lm cannot load it, a weight is NaN, or tokenizer.json is damaged.
+
+    Warns:
+        UserWarning: names the matrices that `quantize` leaves as they are.
     """
     del target
     if taps is not None:
@@ -60,8 +64,9 @@ def load(
     with telling(folder), random_state_kept():
         model, _ = load_model(folder)
     _require_numbers(model, folder)
-    if quantize is not None:
-        quantize_on_load(model, quantize)
+    left = [] if quantize is None else quantize_on_load(model, quantize)
+    if left:
+        warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {', '.join(left)}", stacklevel=3)
     return StandaloneDrafter(model, name=folder.name, vocabulary=_vocabulary(folder))
 
 

@@ -346,6 +346,15 @@ WITHOUT_ANATOMY: dict[str, str] = {
 """Modules that cannot have a row, and why."""
 
 
+_TABLE_NAMES = ("embed_tokens", "word_embeddings")
+
+
+def embedding_without_anatomy(model: nn.Module) -> nn.Module:
+    """The module that embeds tokens, of a model without a row; the whole model where none is called so."""
+    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in _TABLE_NAMES)
+    return next(named, model)
+
+
 def architecture(model: nn.Module) -> str:
     """The mlx-lm module that defines the model's class, e.g. "llama"."""
     for base in type(model).__mro__:

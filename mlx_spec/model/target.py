@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.errors import IncompatiblePair
-from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture
+from mlx_spec.errors import IncompatiblePair, UnknownAnatomy
+from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture, embedding_without_anatomy
+from mlx_spec.model.swap import own_class
 from mlx_spec.model.taps import attach, recording
 
 
@@ -53,22 +55,30 @@ class Target:
     def layer_count(self) -> int:
         return len(self.model.layers)
 
-    def forward(self, tokens: mx.array, caches: Sequence[Any], taps: tuple[int, ...] = ()) -> TargetOutput:
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[Any],
+        taps: tuple[int, ...] = (),
+        embeddings: mx.array | None = None,
+    ) -> TargetOutput:
         """One ordinary forward of the model.
 
         Args:
             tokens: [B, W] token ids.
             caches: what the model takes as `cache`.
             taps: 0-based layers whose outputs are wanted, ascending.
+            embeddings: [B, W, H] what is read in place of the embedded tokens, of which there may then be none.
 
         Cost:
             Lazy: nothing is evaluated here.
         """
+        more = {} if embeddings is None else {"input_embeddings": embeddings}
         if not taps:
-            return TargetOutput(self.model(tokens, cache=caches), None)
+            return TargetOutput(self.model(tokens, cache=caches, **more), None)
         layers = [self.model.layers[index] for index in taps]
         with recording(layers) as outputs:
-            logits = self.model(tokens, cache=caches)
+            logits = self.model(tokens, cache=caches, **more)
         return TargetOutput(logits, mx.concatenate(outputs, axis=-1))
 
     def attach_taps(self, taps: tuple[int, ...]) -> None:
@@ -111,6 +121,27 @@ class Target:
     def head_size(self) -> int:
         """Columns of the logits."""
         return int(self.raw_head(self.raw_embed(mx.zeros((1, 1), mx.int32))).shape[-1])
+
+    @property
+    def readable_ids(self) -> int | None:
+        """Ids it can embed, from 0 on, whatever its config says; None where no table of embeddings is found."""
+        try:
+            table = self._embedding
+        except UnknownAnatomy:
+            table = embedding_without_anatomy(self.model)
+        # An adapter keeps the table it stands on inside.
+        found = [each for each in table.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
+        return max((int(each.weight.shape[0]) for each in found), default=None)
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether its forward takes embeddings in place of tokens."""
+        return "input_embeddings" in inspect.signature(own_class(type(self.model)).__call__).parameters
+
+    def used_caches(self, caches: list[Any]) -> list[Any]:
+        """Fresh caches after one token, of which nothing is evaluated: they tell the shapes of what they will hold."""
+        self.forward(mx.zeros((1, 1), mx.int32), caches)
+        return caches
 
     @property
     def dtype(self) -> mx.Dtype:

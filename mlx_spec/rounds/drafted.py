@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.model.target import Target
+from mlx_spec.request import Prompt
 from mlx_spec.rounds.base import RoundLoop
 from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.sampling import OwnDraws
@@ -16,13 +17,19 @@ from mlx_spec.stats import Statistics
 
 
 def open_loop(
-    drafter: Drafter | None, target: Target, start: int | None, statistics: Statistics, draws: OwnDraws
+    drafter: Drafter | None,
+    target: Target,
+    prompt: Prompt,
+    start: int | None,
+    statistics: Statistics,
+    draws: OwnDraws,
 ) -> RoundLoop:
-    """Make the drafter's side of one request.
+    """Make the drafter's side of one request. What the drafter will not see of the text is told.
 
     Args:
         drafter: who proposes; None for plain decoding.
         target: the model it proposes to.
+        prompt: what will be read.
         start: tokens already in the target's caches, which the drafter has not seen; None where there are some that
             the caches do not count, so that it begins at position 0 all the same.
         statistics: where this and failures are told.
@@ -39,7 +46,24 @@ def open_loop(
         missed = "text" if start is None else f"{start} tokens"
         uncounted = "; how much it is, caches of this kind do not count" if start is None else ""
         statistics.note(f"the drafter has not seen the {missed} already in the cache{uncounted}")
-    return DraftedLoop(drafter, draws.lend(drafter.open, target, start or 0), statistics, draws)
+    unseen = _unseen(drafter, prompt, statistics)
+    return DraftedLoop(drafter, draws.lend(drafter.open, target, (start or 0) + unseen), statistics, draws, unseen)
+
+
+def _unseen(drafter: Drafter, prompt: Prompt, statistics: Statistics) -> int:
+    """How many positions of the prompt a drafter cannot be shown, for want of their ids."""
+    if prompt.embeddings is None or not drafter.reads_ids:
+        return 0
+    if prompt.has_ids:
+        statistics.note(f"{drafter.name} reads the prompt's ids, not the input_embeddings the target reads")
+        return 0
+    # Whoever reads hidden states goes on from the last position's, which needs no id of its own.
+    unseen = prompt.length - 1 if drafter.taps else prompt.length
+    statistics.note(
+        f"{drafter.name} has not seen {unseen} of the prompt's {prompt.length} positions: they are input_embeddings "
+        "without ids"
+    )
+    return unseen
 
 
 class DraftedLoop(RoundLoop):
@@ -49,7 +73,9 @@ class DraftedLoop(RoundLoop):
     the thread: every call into it goes through `draws.lend`.
     """
 
-    def __init__(self, drafter: Drafter, state: DrafterState, statistics: Statistics, draws: OwnDraws) -> None:
+    def __init__(
+        self, drafter: Drafter, state: DrafterState, statistics: Statistics, draws: OwnDraws, unseen: int = 0
+    ) -> None:
         self.name = drafter.kind
         self.taps = drafter.taps
         self._drafter = drafter
@@ -57,6 +83,7 @@ class DraftedLoop(RoundLoop):
         self._statistics = statistics
         self._draws = draws
         self._able = True
+        self._unseen = unseen
 
     def look_at(self, caches: Sequence[Any]) -> None:
         try:
@@ -65,7 +92,13 @@ class DraftedLoop(RoundLoop):
             self._give_up(error)
 
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
-        self._follow(self._state.read_prompt, ids, hidden)
+        skipped = min(self._unseen, len(ids[0]))
+        if skipped:
+            self._unseen -= skipped
+            ids = [row[skipped:] for row in ids]
+            hidden = None if hidden is None else hidden[:, skipped:]
+        if ids[0]:
+            self._follow(self._state.read_prompt, ids, hidden)
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> bool:
         self._follow(self._state.catch_up, ids, hidden)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import mlx.core as mx
@@ -18,8 +17,9 @@ from mlx_spec.model.target import Target, TargetOutput
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
+from mlx_spec.rounds.open_round import First, OpenRound
 from mlx_spec.rounds.plain import PlainLoop
-from mlx_spec.rounds.walks import Block, Token, Walk, open_walk
+from mlx_spec.rounds.walks import Block, Token, open_walk
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.schedule import FixedWidth
 from mlx_spec.verify.block import verify
@@ -53,58 +53,9 @@ class Routes(Protocol):
         """The route for this width failed with this error: answer another one from here on."""
 
 
-@dataclass(kw_only=True)
-class OpenRound:
-    """A round from before its transaction opens to its end.
-
-    Attributes:
-        inputs: [1, W] what is verified.
-        ids: the verify inputs that are part of the text or about to be: the bonus, then accepted proposals. Those
-            handed out are counted by the transaction, as `certain`: they stay in the cache however the run ends.
-        key: [2] the random state before the round; None when the sampler draws nothing.
-        caches: the caches as the round found them; committing may put converted ones in their places.
-        reads_prompt: its bonus is the prompt's last token.
-        stage_ms: host milliseconds per stage.
-        walk: the target's choices, once its forward was built.
-        thread: the thread that dispatched it, whose random state its keys belong to.
-        kept: it was committed, and can still be revoked.
-        record: what the statistics are told of it, once it is over.
-        read_again: those of its tokens that were read again, because it could not be committed.
-    """
-
-    tx: SpeculativeCacheTransaction
-    inputs: mx.array
-    key: mx.array | None
-    caches: list[Any]
-    stage_ms: dict[str, float]
-    route: Route
-    output: TargetOutput | None = None
-    walk: Walk | None = None
-    ids: list[int] = field(default_factory=list)
-    reads_prompt: bool = False
-    kept: bool = False
-    record: RoundRecord | None = None
-    read_again: int = 0
-    thread: int = field(default_factory=threading.get_ident)
-
-    @property
-    def width(self) -> int:
-        return self.inputs.shape[1]
-
-    @property
-    def out(self) -> int:
-        """How many of its inputs are part of the text."""
-        return cast(int, self.tx.certain)
-
-    @property
-    def choices(self) -> Walk:
-        """The walk of a round that was dispatched."""
-        return cast(Walk, self.walk)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this thread is another one. Its random state is then nobody's to move."""
-        return self.thread != threading.get_ident()
+def _row(embeddings: mx.array | None) -> mx.array | None:
+    """[W, H] -> [1, W, H]."""
+    return None if embeddings is None else embeddings[None]
 
 
 class _Clock:
@@ -171,14 +122,13 @@ class Engine:
                 self._routes.begin()
                 self._target.attach_taps(self._loop.taps)
                 last = self._prefill()
-                opened = self._dispatch(request.prompt[-1:], None, width=1)
-                opened.reads_prompt = True
+                opened = self._dispatch_prompt()
                 self._keep(opened, last)
             opened.tx.certain = 1
             request.position += 1
             self._open = None
             if request.budget == 0:
-                request.progress(request.prompt.size, request.prompt.size)
+                request.progress(request.prompt.length, request.prompt.length)
                 request.finish_reason = "length"
             else:
                 yield from self._rounds(opened, shape)
@@ -234,49 +184,63 @@ class Engine:
         Chunk by chunk; each chunk's hidden states are shown to the drafter and dropped.
         """
         request = self._request
-        total = request.prompt.size
-        ids: list[int] = request.prompt.tolist()  # type: ignore[assignment]
+        total = request.prompt.length
         request.statistics.start(total)
         request.progress(0, total)
         while request.position < total - 1:
             start = request.position
             count = min(request.prefill_step_size, total - 1 - start)
-            chunk = request.prompt[start : start + count]
+            chunk, embeddings = request.prompt.part(start, start + count)
             with SpeculativeCacheTransaction(request.caches, count, drive=Drive.WHOLE, opened=False) as tx:
-                output = self._target.forward(chunk[None], tx.caches, self._loop.taps)
+                output = self._target.forward(chunk[None], tx.caches, self._loop.taps, _row(embeddings))
                 tx.mark(count)
                 tx.commit(count)
             request.convert_caches()
-            self._loop.read_prompt([ids[start : start + count]], output.hidden)
+            self._loop.read_prompt([request.prompt.shown_ids(start, start + count)], output.hidden)
             mx.eval(cache_arrays(request.caches), *self._loop.arrays())
             request.show(chunk)
             request.position += count
             request.progress(request.position, total)
             mx.clear_cache()
-        return ids[-1]
+        return request.prompt.shown_ids(total - 1, total)[0]
+
+    def _dispatch_prompt(self) -> OpenRound:
+        """Dispatch the prompt's last position, which gives the first token."""
+        prompt = self._request.prompt
+        tokens, embeddings = prompt.part(prompt.length - 1, prompt.length)
+        first = None if embeddings is None else First(tokens, embeddings, self._request.sampling)
+        if first is not None and not prompt.has_ids:
+            # As in the one-token loop, processors are called from the first token on whose id is known.
+            first = First(tokens, embeddings, replace(first.sampling, processors=()))
+            tokens = mx.zeros((1,), mx.uint32)
+        opened = self._dispatch(tokens, None, 1, first)
+        opened.reads_prompt = True
+        return opened
 
     # One round
 
-    def _dispatch(self, bonus: mx.array, bonus_id: int | None, width: int) -> OpenRound:
+    def _dispatch(self, bonus: mx.array, bonus_id: int | None, width: int, first: First | None = None) -> OpenRound:
         """Draft, verify and choose, all lazily, and start the device on it.
 
         Args:
             bonus: [1] the newest token, not yet handed out.
             bonus_id: the same on the host; None when it is not known there, which leaves no room for proposals.
             width: tokens to verify at most.
+            first: the prompt's last position, where it has an embedding of its own.
         """
         request = self._request
+        sampling = request.sampling if first is None else first.sampling
         stage_ms: dict[str, float] = {}
         clock = _Clock(stage_ms)
         proposals = self._loop.propose(bonus_id, width - 1) if bonus_id is not None and width > 1 else None
         clock.lap("propose")
         inputs = self._merge(bonus, proposals)
         clock.lap("merge")
-        opened = self._begin(inputs, stage_ms)
+        opened = self._begin(inputs, stage_ms, first)
         output = self._verify(opened)
         clock.lap("verify")
         block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
-        opened.walk = open_walk(request.sampling, block)
+        opened.walk = open_walk(sampling, block)
         clock.lap("mask")
         hidden = [] if output.hidden is None else [output.hidden]
         # The states too, though these logits may not need them: what stays lazy belongs to this thread.
@@ -285,13 +249,15 @@ class Engine:
         request.vocab_size = output.logits.shape[-1]
         return opened
 
-    def _begin(self, inputs: mx.array, stage_ms: dict[str, float]) -> OpenRound:
+    def _begin(self, inputs: mx.array, stage_ms: dict[str, float], first: First | None) -> OpenRound:
         """Hold a round, and then open it."""
         request = self._request
         tx, route = self._transaction(inputs.shape[1])
         key = random_key() if request.sampling.draws else None
         caches = list(request.caches)
-        self._open = OpenRound(tx=tx, inputs=inputs, key=key, caches=caches, stage_ms=stage_ms, route=route)
+        self._open = OpenRound(
+            tx=tx, inputs=inputs, key=key, caches=caches, stage_ms=stage_ms, route=route, first=first
+        )
         tx.open()
         return self._open
 
@@ -302,8 +268,13 @@ class Engine:
 
     def _verify(self, opened: OpenRound) -> TargetOutput:
         """Run the target on a block, by the route that is in force."""
+        first, taps = opened.first, self._loop.taps
         try:
-            opened.output = verify(self._target, opened.inputs, opened.tx, opened.route, self._loop.taps)
+            if first is None:
+                opened.output = verify(self._target, opened.inputs, opened.tx, opened.route, taps)
+            else:
+                opened.output = self._target.forward(first.tokens[None], opened.tx.caches, taps, _row(first.embeddings))
+                opened.tx.mark(1)
         except CannotMix as error:
             opened.tx.abort()
             self._routes.demote(opened.width, self._request.caches, error)
@@ -327,7 +298,7 @@ class Engine:
         clock.lap("accept")
         request = self._request
         if current.reads_prompt:
-            request.progress(request.prompt.size, request.prompt.size)
+            request.progress(request.prompt.length, request.prompt.length)
         return token, request.receive(token.id)
 
     def _pass_on(self, current: OpenRound) -> OpenRound | None:
@@ -383,7 +354,8 @@ class Engine:
             current.tx.release()
         else:
             self._close(current)
-        self._request.show(current.inputs[0, : current.out])
+        if self._request.prompt.has_ids or not current.reads_prompt:
+            self._request.show(current.inputs[0, : current.out])
 
     def _close(self, current: OpenRound) -> None:
         """Keep the part of the open round that is out. Called again, it does what is left."""
@@ -439,7 +411,7 @@ class Engine:
                 if current.out > 1:
                     self._count(current)
                 self._open = None
-            elif request.position >= request.prompt.size:
+            elif request.position >= request.prompt.length:
                 # Nothing is open: the caches are stock's, or what the caller made of them since.
                 return
             if request.keeps_caches:

@@ -63,6 +63,7 @@ class BlockConfig(BaseModel):
         draft_vocab_size: tokens its output projection knows.
         sights: which keys each layer's rows see.
         block_size: rows of a block as the checkpoint counts them.
+        names_block: whether the file says so; otherwise it is the usual number.
         from_anchor: whether the bonus token's own row predicts the first proposal; otherwise the first mask's does.
         proposals: tokens a whole block proposes.
         mask_token_id: what stands for the unknown tokens.
@@ -95,6 +96,7 @@ class BlockConfig(BaseModel):
     rope: Rope
     sights: tuple[Sight, ...]
     block_size: Count
+    names_block: bool = True
     from_anchor: bool
     proposals: NonNegativeInt
     mask_token_id: NonNegativeInt
@@ -361,7 +363,8 @@ def _sights(places: Places, layers: object) -> tuple[Sight, ...]:
 
 def _block(places: Places) -> dict[str, Any]:
     size = places.draft("block_size")
-    if size is None:
+    named = size is not None
+    if not named:
         if places.family != "dflash":
             raise CheckpointError(f"{places.path} lacks block_size, which this family of drafters depends on")
         size = _USUAL_BLOCK
@@ -372,9 +375,10 @@ def _block(places: Places) -> dict[str, Any]:
     from_anchor = places.flag("sample_from_anchor", places.family in ("dspark", "gemma4_dspark"))
     counts_anchor = places.flag("dspark_bonus_anchor", False)
     if type(size) is not int:
-        return {"block_size": size, "from_anchor": from_anchor, "proposals": 1}
+        return {"block_size": size, "names_block": named, "from_anchor": from_anchor, "proposals": 1}
     proposals = size if from_anchor and not counts_anchor else size - 1
-    return {"block_size": size, "from_anchor": from_anchor, "proposals": max(proposals, 0)}
+    fields = {"block_size": size, "names_block": named, "from_anchor": from_anchor}
+    return {**fields, "proposals": max(proposals, 0)}
 
 
 def _warn_unknown(places: Places) -> None:

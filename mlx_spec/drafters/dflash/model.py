@@ -95,13 +95,12 @@ class BlockDrafter(Drafter):
     """A checkpoint, ready to draft. Requests share it; each opens a state of its own.
 
     Attributes:
-        proposals: tokens a whole block proposes.
+        proposals: tokens a whole block proposes; where the file names no block, as many as a width can ask for.
         network: the layers.
         heads: states to tokens.
     """
 
     kind = "dflash"
-    trained_width: int
 
     def __init__(self, name: str, config: BlockConfig, weights: BlockWeights) -> None:
         self.name = name
@@ -110,9 +109,13 @@ class BlockDrafter(Drafter):
         self.network = BlockNetwork(config, weights)
         self.heads: ProposalHead = build_head(self.network.tensors, config, weights.target_ids)
         self.taps = tuple(tap for tap in config.taps if tap != EMBEDDING)
-        self.proposals = config.proposals
-        self.trained_width = config.proposals + 1
-        self.default_width = min(config.runtime_block_size or self.trained_width, self.trained_width, MAX_WIDTH)
+        self.proposals = config.proposals if config.names_block else MAX_WIDTH - 1
+        whole = config.proposals + 1
+        # Where the file names no block, the width that is named is the one it was trained for.
+        self.trained_width = whole if config.names_block else None
+        self.default_width = min(config.runtime_block_size or whole, whole, MAX_WIDTH)
+        self.methods = ("dflash2",) if config.family == "dflash2" else ("dflash",)
+        self.reads_ids = EMBEDDING in config.taps
         self._largest_id = weights.largest_id
         self._threshold = 0.0
 
@@ -183,6 +186,8 @@ class BlockDrafter(Drafter):
             UnsupportedOption: wider than its block; or another one, where the block's size is part of the network.
         """
         trained = self.trained_width
+        if trained is None:
+            return  # the file does not say for which one
         if width > trained:
             raise UnsupportedOption(
                 f"drafter {self.name!r} proposes at most {self.proposals} tokens per round, so its rounds are at most "

@@ -60,7 +60,11 @@ def load(
         left = [] if quantize is None else quantize_on_load(weights.modules, quantize)
     if left:
         warnings.warn(f"{folder}: not quantized, their rows are no whole groups: {', '.join(left)}", stacklevel=3)
-    return Eagle3Drafter(folder.name, parsed, weights)
+    drafter = Eagle3Drafter(folder.name, parsed, weights)
+    if beside.lineage is not None and beside.lineage.deepseek and drafter.network.has_embedding:
+        sentence = f"{folder.name} reads an embedding of its own, where drafters for {target.name} share the target's"
+        drafter.remarks = (*drafter.remarks, sentence)
+    return drafter
 
 
 def _refuse_group(size: int) -> None:

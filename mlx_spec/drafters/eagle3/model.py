@@ -133,7 +133,13 @@ class Eagle3Drafter(Drafter):
         self.network = Eagle3Network(config, weights)
         self.taps = config.taps
         self.default_width = DEFAULT_WIDTH if config.proposals is None else config.proposals + 1
+        self.remarks = self._remarks()
         self._largest_id = weights.largest_id
+
+    def _remarks(self) -> tuple[str, ...]:
+        own = (("embedding", self.network.has_embedding), ("output projection", self.network.has_head))
+        taken = " and ".join(part for part, brought in own if not brought)
+        return (f"{self.name} takes the target's {taken}: its file has none",) if taken else ()
 
     def check(self, target: Target) -> None:
         """Compare hidden size, vocabulary and tapped layers with the target.

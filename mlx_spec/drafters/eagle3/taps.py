@@ -80,6 +80,11 @@ def _found(settings: Settings, override: Sequence[int] | None, lineage: Lineage 
                 _warn_two_readings(ids, name, path, lineage)
             found.append(Taps(_checked(ids, shift, name, path), f"{name}={ids}"))
     if not found:
+        if settings.latent:
+            raise CheckpointError(
+                f"{path} does not list the target layers the drafter reads, and for latent attention there are no "
+                f"usual ones ({_LIST_KEYS}). Add the list to the file, or pass taps=(...), 0-based layer outputs."
+            )
         return _default(path, lineage, count)
     if len({taps.layers for taps in found}) > 1:
         raise CheckpointError(
@@ -100,18 +105,20 @@ def _warn_two_readings(ids: object, name: str, path: Path, lineage: Lineage) -> 
         )
 
 
+_LIST_KEYS = f"{EAGLE_CONFIG}.eagle_aux_hidden_state_layer_ids, target_layer_ids or eagle_aux_hidden_state_layer_ids"
+
+
 def _default(path: Path, lineage: Lineage | None, count: int | None) -> Taps:
-    keys = f"{EAGLE_CONFIG}.eagle_aux_hidden_state_layer_ids, target_layer_ids or eagle_aux_hidden_state_layer_ids"
     layers = lineage.default_taps(count) if lineage is not None and count is not None else None
     if lineage is None or layers is None:
         known = "" if lineage is None else f" There is no default for {count or '?'} of {lineage.layer_count} layers."
         raise CheckpointError(
             f"{path} does not list the target layers the drafter reads "
-            f"({keys}).{known} Add the list to the file, or pass taps=(...), 0-based layer outputs."
+            f"({_LIST_KEYS}).{known} Add the list to the file, or pass taps=(...), 0-based layer outputs."
         )
     warnings.warn(
-        f"{path} does not list the target layers the drafter reads ({keys}): the outputs of layers {list(layers)} are "
-        f"taken, the usual ones for {lineage.layer_count} layers. Pass taps=(...) for others.",
+        f"{path} does not list the target layers the drafter reads ({_LIST_KEYS}): the outputs of layers "
+        f"{list(layers)} are taken, the usual ones for {lineage.layer_count} layers. Pass taps=(...) for others.",
         stacklevel=7,
     )
     return Taps(layers, f"the usual layers {list(layers)}")

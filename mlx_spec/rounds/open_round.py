@@ -1,0 +1,80 @@
+"""One round that is under way: what it holds, and how far it is."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from mlx_spec.cache.transaction import SpeculativeCacheTransaction
+from mlx_spec.model.target import TargetOutput
+from mlx_spec.records import RoundRecord
+from mlx_spec.rounds.walks import Walk
+from mlx_spec.sampling import Sampling
+from mlx_spec.verify.routes import Route
+
+
+class First(NamedTuple):
+    """The last position of a prompt of embeddings: [1] its id or [0] none, [1, H] what is read, how it is chosen."""
+
+    tokens: mx.array
+    embeddings: mx.array | None
+    sampling: Sampling
+
+
+@dataclass(kw_only=True)
+class OpenRound:
+    """A round from before its transaction opens to its end.
+
+    Attributes:
+        inputs: [1, W] what is verified.
+        ids: the verify inputs that are part of the text or about to be: the bonus, then accepted proposals. Those
+            handed out are counted by the transaction, as `certain`: they stay in the cache however the run ends.
+        key: [2] the random state before the round; None when the sampler draws nothing.
+        caches: the caches as the round found them; committing may put converted ones in their places.
+        reads_prompt: its bonus is the prompt's last token.
+        stage_ms: host milliseconds per stage.
+        walk: the target's choices, once its forward was built.
+        first: what is read in place of `inputs`, where the prompt's last position has an embedding of its own.
+        thread: the thread that dispatched it, whose random state its keys belong to.
+        kept: it was committed, and can still be revoked.
+        record: what the statistics are told of it, once it is over.
+        read_again: those of its tokens that were read again, because it could not be committed.
+    """
+
+    tx: SpeculativeCacheTransaction
+    inputs: mx.array
+    key: mx.array | None
+    caches: list[Any]
+    stage_ms: dict[str, float]
+    route: Route
+    output: TargetOutput | None = None
+    walk: Walk | None = None
+    ids: list[int] = field(default_factory=list)
+    first: First | None = None
+    reads_prompt: bool = False
+    kept: bool = False
+    record: RoundRecord | None = None
+    read_again: int = 0
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def width(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def out(self) -> int:
+        """How many of its inputs are part of the text."""
+        return cast(int, self.tx.certain)
+
+    @property
+    def choices(self) -> Walk:
+        """The walk of a round that was dispatched."""
+        return cast(Walk, self.walk)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this thread is another one. Its random state is then nobody's to move."""
+        return self.thread != threading.get_ident()
