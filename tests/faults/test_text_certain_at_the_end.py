@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 
-from mlx_spec import Statistics, stream_generate
+from mlx_spec import Statistics, settled_cache, stream_generate
 from tests.checkpoints import BYTE_VOCAB, byte_tokenizer, tiny_model
 from tests.oracle import run_stock
 from tests.same_cache import assert_same_cache
@@ -99,6 +99,23 @@ def test_the_last_response_has_the_final_counters_and_the_final_cache(count: int
     after = {**statistics.as_dict(), "last_round": statistics.last_round}
     for name in ("rounds", "accepted_tokens", "emitted_tokens", "proposed_tokens", "accepted_by_depth", "last_round"):
         assert last[name] == after[name], name
+
+
+@pytest.mark.parametrize("end", range(2, 9))
+def test_a_text_that_ends_inside_a_block_is_settled_when_its_run_ends(end: int) -> None:
+    run = run_stock(MODEL, PROMPT, 12)
+    stop = run.ids[end]
+    count = run.ids.index(stop) + 1
+    statistics, cache = Statistics(), make_prompt_cache(MODEL)
+    drafter = CyclingDrafter(run.ids, BYTE_VOCAB, (3,))
+    keywords: dict[str, Any] = {"statistics": statistics, "prompt_cache": cache, "eos_token_ids": [stop]}
+    for response in stream_generate(MODEL, TOKENIZER, PROMPT, 12, drafter, **keywords):
+        if response.finish_reason is not None:
+            # The block may be open still: nothing comes between a token's becoming certain and the caller.
+            assert statistics.emitted_tokens == response.generation_tokens == count
+            assert_same_cache(settled_cache(cache), run.cache_after(count))
+    assert_same_cache(cache, run.cache_after(count))
+    assert statistics.emitted_tokens - statistics.accepted_tokens in (statistics.rounds, statistics.rounds - 1)
 
 
 def accepted_last(last: dict[str, Any]) -> bool:
