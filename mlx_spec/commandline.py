@@ -27,7 +27,7 @@ from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.drafters.registry import check_kind
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
-from mlx_spec.options import Options, SamplingFlags
+from mlx_spec.options import OPTION_FLAGS, Options, SamplingFlags
 from mlx_spec.pairing import load, load_drafter
 from mlx_spec.rendering import bounded, require_bounded_operators
 from mlx_spec.sampling import random_key, rewind_random_state
@@ -240,25 +240,11 @@ def _as_json(statistics: Statistics) -> str:
     return json.dumps(statistics.as_dict(), indent=2) + "\n"
 
 
-_OPTION_FLAGS = (
-    "max_tokens",
-    "max_kv_size",
-    "prefill_step_size",
-    "kv_bits",
-    "kv_group_size",
-    "quantized_kv_start",
-    "draft_block_size",
-    "num_draft_tokens",
-    "verify",
-    "stop",
-)
-
-
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse what no model could honour before one is loaded."""
     flags = vars(args)
     SamplingFlags.read(flags)
-    Options.read({name: flags[name] for name in _OPTION_FLAGS}, "this command")
+    Options.read({name: flags[name] for name in OPTION_FLAGS}, "this command")
     if args.max_tokens == 0:
         raise InvalidRequest("--max-tokens must not be 0: give a number of tokens, or -1 for no limit.")
 

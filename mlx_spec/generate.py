@@ -45,7 +45,7 @@ class GenerationResponse(_GenerationResponse):
     """mlx-lm's response, and what the speculation did so far.
 
     Attributes:
-        speculation: live counters of the run, and every fallback in words.
+        speculation: live counters of the run, and every fallback in words; final once the run has ended.
     """
 
     speculation: Statistics = field(default_factory=Statistics)

@@ -209,6 +209,20 @@ class Options(BaseModel):
         return None
 
 
+OPTION_FLAGS = (
+    "max_tokens",
+    "max_kv_size",
+    "prefill_step_size",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "draft_block_size",
+    "num_draft_tokens",
+    "verify",
+    "stop",
+)
+"""The options that are flags of the command line by the same names."""
+
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 

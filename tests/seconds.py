@@ -12,6 +12,7 @@ BUDGETS_SECONDS: Mapping[str, int] = {
     "tests/cache": 80,
     "tests/double": 50,
     "tests/drafters": 140,
+    "tests/faults": 40,
     "tests/hazards": 90,
     "tests/model": 15,
     "tests/msl": 40,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 
-from mlx_spec import Statistics, stream_generate
+from mlx_spec import Statistics, settled_cache, stream_generate
 from tests.checkpoints import BYTE_VOCAB, byte_tokenizer, tiny_model
 from tests.oracle import run_stock
 from tests.same_cache import assert_same_cache
 from tests.scripted import CyclingDrafter
+from tests.tiny import randomise
 
 pytestmark = pytest.mark.faults
 
@@ -34,6 +35,8 @@ class Saying:
         self.left = list(ids)
 
     def __call__(self, logprobs: Any) -> Any:
+        import mlx.core as mx
+
         return mx.array([self.left.pop(0) if self.left else 5])
 
 
@@ -78,31 +81,51 @@ def test_a_stop_string_made_by_flushed_half_characters_counts(raw: str) -> None:
     assert "".join(each.text for each in responses) == "a"
 
 
-@pytest.mark.parametrize("end", range(1, 8))
-@pytest.mark.parametrize("by", ["budget", "id"])
-def test_the_last_response_has_the_final_counters_and_the_final_cache(by: str, end: int) -> None:
-    """An id that ends the text may stand anywhere in a block."""
-    run = run_stock(MODEL, PROMPT, 12)
-    assert run.ids.index(run.ids[end]) == end
+@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("accepted", [(3,), (0, 2), (1,)], ids=str)
+def test_the_last_response_has_the_final_counters_and_the_final_cache(count: int, accepted: tuple[int, ...]) -> None:
+    run = run_stock(MODEL, PROMPT, count)
     statistics, cache = Statistics(), make_prompt_cache(MODEL)
-    keywords: dict[str, Any] = {"eos_token_ids": [run.ids[end]]} if by == "id" else {"max_tokens": end + 1}
-    final: dict[str, Any] = {}
-    for response in stream_generate(
-        MODEL,
-        TOKENIZER,
-        PROMPT,
-        draft_model=CyclingDrafter(run.ids, BYTE_VOCAB, (3,)),
-        statistics=statistics,
-        prompt_cache=cache,
-        **keywords,
-    ):
+    drafter = CyclingDrafter(run.ids, BYTE_VOCAB, accepted)
+    responses = stream_generate(
+        MODEL, TOKENIZER, PROMPT, count, drafter, statistics=statistics, prompt_cache=cache, eos_token_ids=()
+    )
+    last: dict[str, Any] = {}
+    for response in responses:
         if response.finish_reason is not None:
-            assert response.generation_tokens == end + 1
-            assert_same_cache(cache, run.cache_after(end + 1))
-            final = counters(statistics)
-    assert final == counters(statistics)
+            assert_same_cache(cache, run.cache_after(response.generation_tokens))
+            last = {**statistics.as_dict(), "last_round": statistics.last_round}
+            assert response.from_draft == (last["last_round"].accepted > 0 and accepted_last(last))
+    after = {**statistics.as_dict(), "last_round": statistics.last_round}
+    for name in ("rounds", "accepted_tokens", "emitted_tokens", "proposed_tokens", "accepted_by_depth", "last_round"):
+        assert last[name] == after[name], name
 
 
-def counters(statistics: Statistics) -> dict[str, Any]:
-    names = "rounds accepted_tokens emitted_tokens proposed_tokens accepted_by_depth verify_route"
-    return {**{name: statistics.as_dict()[name] for name in names.split()}, "last_round": statistics.last_round}
+@pytest.mark.parametrize("end", range(2, 9))
+def test_a_text_that_ends_inside_a_block_is_settled_when_its_run_ends(end: int) -> None:
+    run = run_stock(MODEL, PROMPT, 12)
+    stop = run.ids[end]
+    count = run.ids.index(stop) + 1
+    statistics, cache = Statistics(), make_prompt_cache(MODEL)
+    drafter = CyclingDrafter(run.ids, BYTE_VOCAB, (3,))
+    keywords: dict[str, Any] = {"statistics": statistics, "prompt_cache": cache, "eos_token_ids": [stop]}
+    for response in stream_generate(MODEL, TOKENIZER, PROMPT, 12, drafter, **keywords):
+        if response.finish_reason is not None:
+            # The block may be open still: nothing comes between a token's becoming certain and the caller.
+            assert statistics.emitted_tokens == response.generation_tokens == count
+            assert_same_cache(settled_cache(cache), run.cache_after(count))
+    assert_same_cache(cache, run.cache_after(count))
+    assert statistics.emitted_tokens - statistics.accepted_tokens in (statistics.rounds, statistics.rounds - 1)
+
+
+def accepted_last(last: dict[str, Any]) -> bool:
+    """Whether the last round ended on a proposal: it handed out no more than it accepted."""
+    return bool(last["emitted_tokens"] == last["rounds"] - 1 + last["accepted_tokens"])
+
+
+def test_the_oracle_says_what_the_model_says() -> None:
+    import mlx.core as mx
+
+    model = randomise(lambda: MODEL, 5)
+    steps = stock_generate_step(mx.array(PROMPT), model, max_tokens=3)
+    assert len(list(steps)) == 3
