@@ -176,6 +176,11 @@ class RingJournal(Journal):
             self._views[count] = self._as_after(count)
         return self._views[count]
 
+    def mark(self, position: int) -> None:
+        self.marked = self.begun = position
+        self._fed.clear()
+        self._views = {}
+
     def begin(self, position: int) -> None:
         super().begin(position)
         self._views = {}

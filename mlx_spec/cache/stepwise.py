@@ -165,9 +165,11 @@ class StepwiseJournal(Journal):
             self.counted = self._fed[mixer]
 
     def mark(self, position: int) -> None:
-        super().mark(position)
+        self.marked = self.begun = position
+        self._fed.clear()
         if not self.counts:
             self.counted = None
+        self._take(position)
         self._standing = fingerprint(self._cache)
 
     def begin(self, position: int) -> None:
