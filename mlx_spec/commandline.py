@@ -172,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ending_well(lambda: _run(args, course), course.interrupted)
 
 
-def command() -> NoReturn:
+def command(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and end the process."""
-    leave(main())
+    leave(main(argv))
 
 
 class _Course:

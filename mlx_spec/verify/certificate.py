@@ -110,18 +110,20 @@ class Certificate:
         return Route(drive, plan or None)
 
     def _probe(self, width: int, drive: Drive) -> bool:
-        model, ops = self._exemplar.tried()
         try:
-            route = self._route_on(model, ops, width, drive)
-            for place, trial in enumerate(self._trials(model)):
-                tell("certify", f"certifying W = {width}", place, len(PROBES) + len(self._situation.starts))
-                if not trial.equal(model, width, route):
-                    return False
-            return True
+            return all(self._equal_on(model, ops, width, drive) for model, ops in self._exemplar.all_tried())
         except CANNOT_TAKE as error:
             # Some models read single tokens only.
             self.failure = f"{type(error).__name__}: {error}"
             return False
+
+    def _equal_on(self, model: nn.Module, ops: OpTable, width: int, drive: Drive) -> bool:
+        route = self._route_on(model, ops, width, drive)
+        for place, trial in enumerate(self._trials(model)):
+            tell("certify", f"certifying W = {width}", place, len(PROBES) + len(self._situation.starts))
+            if not trial.equal(model, width, route):
+                return False
+        return True
 
     def _trials(self, model: nn.Module) -> Iterator[Trial]:
         """From where each probe ends, and from where the situation has its edges."""

@@ -42,8 +42,13 @@ class Exemplar:
         self._looked = False
         self._lock = threading.RLock()
 
+    def all_tried(self) -> list[tuple[Any, OpTable]]:
+        """What blocks have to be equal on, each with its ops: the model as it is, and the copy if there is one."""
+        copied, ops = self.tried()
+        return [(copied, ops)] if ops is self.own_ops else [(copied, ops), (self._alive(), self.own_ops)]
+
     def tried(self) -> tuple[Any, OpTable]:
-        """What is run in trials, and its ops."""
+        """What ops are tried on, and the copy's or the model's own table of them."""
         with self._lock:
             model = self._alive()
             if not self._looked:
@@ -73,7 +78,11 @@ def filled_copy(model: nn.Module) -> nn.Module | None:
     None as well where the model holds something that cannot be copied.
     """
     arrays = {id(array): array for module in model.modules() for array in own_arrays(module)}
-    faint = _faint(list(arrays.values()))
+    # Scales are small where values take many bits: they say nothing of the size of the matrix they belong to.
+    packing = {
+        id(module.get(name)) for module in model.modules() if "scales" in module for name in ("scales", "biases")
+    }
+    faint = _faint([array for place, array in arrays.items() if place not in packing])
     if not faint:
         return None
     keys = iter(mx.random.split(mx.random.key(0), len(faint)))
@@ -90,8 +99,20 @@ def _faint(arrays: list[mx.array]) -> list[mx.array]:
     floats = [array for array in arrays if mx.issubdtype(array.dtype, mx.floating) and array.size]
     if not floats:
         return []
-    largest = np.array(mx.stack([mx.abs(_sample(array)).max().astype(mx.float32) for array in floats]))
-    return [array for array, size in zip(floats, largest, strict=True) if size < _FAINT * _usual(array)]
+    largest = [mx.abs(_sample(array)).max().astype(mx.float32) for array in floats]
+    try:
+        sizes = list(map(float, np.array(mx.stack(largest))))
+    except RuntimeError:
+        sizes = list(map(_size_alone, largest))
+    return [array for array, size in zip(floats, sizes, strict=True) if size < _FAINT * _usual(array)]
+
+
+def _size_alone(largest: mx.array) -> float:
+    """The size; not to be known where another thread left the array lazy, and what runs here reads no such array."""
+    try:
+        return float(np.array(largest))
+    except RuntimeError:
+        return float("inf")
 
 
 def _usual(array: mx.array) -> float:

@@ -18,6 +18,7 @@ from mlx_spec import generate_step
 from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.environment import CERTIFICATES
 from mlx_spec.errors import IncompatiblePair
+from mlx_spec.verify.exemplar import filled_copy
 from mlx_spec.verify.look import Look
 from mlx_spec.verify.record import detach, record_of
 from mlx_spec.verify.verdicts import Findings
@@ -35,7 +36,7 @@ from tests.faults.edits import (
     stock_run,
     to_half,
 )
-from tests.tiny import PROMPT, VOCAB
+from tests.tiny import MIXES, PROMPT, VOCAB, randomise
 from tests.tiny_eagle import random_drafter
 
 pytestmark = pytest.mark.faults
@@ -272,3 +273,18 @@ def test_two_requests_at_once_on_a_model_just_edited_are_both_exact() -> None:
         for thread in threads:
             thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_scales_of_many_bits_are_not_taken_for_weights_that_vanish(bits: int) -> None:
+    """A copy with other scales computes something else, whose blocks may be equal where the model's are not."""
+    mix = next(mix for mix in MIXES.values() if mix.weight_bits)
+    model = randomise(mix.build, mix.seed)
+    nn.quantize(model, group_size=32, bits=bits, class_predicate=lambda _, part: fits(part))
+    mx.eval(model.parameters())
+    assert any("scales" in module for module in model.modules())
+    assert filled_copy(model) is None
+
+
+def fits(part: nn.Module) -> bool:
+    return hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
