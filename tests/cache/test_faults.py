@@ -154,7 +154,7 @@ def endings_of(kind: Kind, start: int) -> list[Ending]:
     return [UNDONE, *range(WIDTH + 1), *ragged]
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(5)
 @pytest.mark.slow
 @EVERY_KIND
 def test_a_fault_at_any_point_of_a_round_leaves_it_undone_or_committed(kind: Kind) -> None:

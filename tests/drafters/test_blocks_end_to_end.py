@@ -136,6 +136,7 @@ def test_the_drafts_do_not_depend_on_the_prompts_chunks(prefill: int) -> None:
     assert (parts.proposed_tokens, parts.accepted_tokens) == (whole.proposed_tokens, whole.accepted_tokens)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("family", "name"), TARGETS.items())
 def test_a_round_is_one_forward_of_the_drafter(family: str, name: str) -> None:
     source, ran = drafter(family, name, planted=True), []

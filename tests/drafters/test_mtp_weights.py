@@ -72,6 +72,7 @@ def each_tensor(family: str, damage: Callable[[Tensors, str], str], tmp_path: Pa
             assert words[0] in message
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
     def delete(tensors: Tensors, name: str) -> str:
@@ -81,6 +82,7 @@ def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
     each_tensor(family, delete, tmp_path)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_renamed_tensor_is_named_as_missing_and_under_its_new_name(family: str, tmp_path: Path) -> None:
     def rename(tensors: Tensors, name: str) -> str:
@@ -90,6 +92,7 @@ def test_each_renamed_tensor_is_named_as_missing_and_under_its_new_name(family: 
     each_tensor(family, rename, tmp_path)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_transposed_tensor_is_named(family: str, tmp_path: Path) -> None:
     def transpose(tensors: Tensors, name: str) -> str:
@@ -166,7 +169,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-@pytest.mark.part(9)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_setting_that_is_left_out_is_the_targets(family: str, tmp_path: Path) -> None:
     expected = parameters(load(write(tmp_path / "whole", family), family))
@@ -215,6 +218,7 @@ FREE = (("deepseek_v3", "head_dim"), ("deepseek_v3", "rope_parameters"), ("step3
 """Settings with a meaning in one family alone, where they may differ, or that mlx-lm does not read in one alone."""
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_setting_that_is_not_the_targets_is_refused_with_both_values(family: str, tmp_path: Path) -> None:
     checked = 0

@@ -82,6 +82,7 @@ def saved(cache: list[Any], folder: Path) -> list[Any]:
 ACTIONS = {"trimmed": trimmed, "copied": copied, "saved and loaded": saved}
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mix", KINDS)
 @pytest.mark.parametrize("mode", ["plain", "ngram", "alternating"])
 @pytest.mark.parametrize("ending", ["closed", "dropped", "spent"])

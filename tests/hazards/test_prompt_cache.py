@@ -64,7 +64,7 @@ def lengths_of(mix: str) -> range:
     return FIRST_TURN if mix in ("dense", "hybrid") else FIRST_TURN[:: 2 if mix in REQUIRED else 5]
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> None:

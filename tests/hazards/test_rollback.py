@@ -74,6 +74,7 @@ class Noted(CyclingDrafter):
         return super().script(state, row, count)
 
 
+@pytest.mark.part(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", RINGS)
 def test_window_that_fills_up_inside_a_block_is_rolled_back_at_every_depth(mix: str) -> None:

@@ -210,6 +210,7 @@ CALLABLES: dict[str, Callable[[int, Fault], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("callable_", "drafter"),
     [("opaque sampler", "none"), ("processor called ahead", "none"), *((name, "alternating") for name in CALLABLES)],
@@ -313,6 +314,7 @@ def failing_forward(call: int, fault: BaseException, late: bool) -> Callable[...
     return around
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("mix", "drafter", "late"),
     [

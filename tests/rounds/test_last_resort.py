@@ -104,6 +104,7 @@ WIDE = 17
 """More tokens than a window or a chunk holds: a round loses rows of its own."""
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["stepping", "taken_for_known"])
 @pytest.mark.parametrize("mix", ["chunked", "sliding", "ring_with_keep"])

@@ -424,7 +424,7 @@ def test_a_model_whose_attention_another_library_replaced_takes_its_mixers_by_po
     assert any("another library has replaced" in note for note in statistics.notes)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma3_text", "qwen3_5", "qwen3_next", "gpt_oss", "gemma4_text", "gemma3n"]
 )
