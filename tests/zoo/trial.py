@@ -19,7 +19,7 @@ from mlx_spec.cache.adopt import adopt
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters import CallableDrafter
-from mlx_spec.errors import CannotMix
+from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.model.target import Target
 from mlx_spec.stats import Statistics
 from mlx_spec.verify import mixers, routes
@@ -310,7 +310,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
         target = Target(subject.model)
         try:
             output = verify(target, ids, tx)
-        except (CannotMix, ValueError, TypeError):
+        except (CannotMix, TransactionError, ValueError, TypeError):
             tx.abort()
         else:
             mx.eval(output.logits)
