@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -12,17 +11,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step as stock_step
-from mlx_lm.models.cache import BatchKVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from mlx_spec import settled_cache
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.errors import CacheChanged, TransactionError
 from mlx_spec.generate import generate_step
-from tests.oracle import OracleRun, independent_copy, run_stock
-from tests.rounds.runs import DRAFTERS, SEED
+from tests.faults.mixes import WITH_BATCH, stock_run
+from tests.oracle import OracleRun, independent_copy
+from tests.rounds.runs import DRAFTERS
 from tests.same_cache import assert_same_cache
-from tests.tiny import MIXES, PROMPT
+from tests.tiny import PROMPT
 
 pytestmark = pytest.mark.faults
 
@@ -30,25 +30,13 @@ EMITTED = 14
 WIDTH = 5
 Steps = Generator[tuple[int, mx.array], None, None]
 
-MID_RUN = (*(mix for mix in MIXES if mix not in ("dense_qk_norm", "dense_4bit_weights")), "batch")
+MID_RUN = tuple(mix for mix in WITH_BATCH if mix not in ("dense_qk_norm", "dense_4bit_weights"))
 EVERY_MIX = pytest.mark.parametrize("mix", MID_RUN)
 TRIMMABLE = pytest.mark.parametrize("mix", ["dense", "sliding", "quantized_from_0", "chunked", "batch"])
 
 
-def new_cache(mix: str) -> list[Any]:
-    if mix == "batch":
-        return [BatchKVCache([0]) for _ in MIXES["dense"].new_cache()]
-    return MIXES[mix].new_cache()
-
-
-def made(mix: str) -> Any:
-    return MIXES["dense" if mix == "batch" else mix]
-
-
-@functools.cache
 def stock(mix: str) -> OracleRun:
-    cache = new_cache(mix)
-    return run_stock(made(mix).model(), PROMPT, EMITTED + 9, seed=SEED, prompt_cache=cache, **made(mix).warm_kv)
+    return stock_run(mix, EMITTED + 9)
 
 
 def begin(mix: str, cache: list[Any], drafter: str | None = None, step: Callable[..., Any] = generate_step) -> Steps:
@@ -57,9 +45,8 @@ def begin(mix: str, cache: list[Any], drafter: str | None = None, step: Callable
         made_drafter: Drafter = DRAFTERS[drafter](mix, stock(mix).ids, mx.float32)
         options = {"draft_model": made_drafter, "draft_block_size": WIDTH}
     prompt = mx.array(PROMPT)
-    steps: Steps = step(
-        prompt, made(mix).model(), prompt_cache=cache, max_tokens=EMITTED, **made(mix).warm_kv, **options
-    )
+    made = WITH_BATCH[mix]
+    steps: Steps = step(prompt, made.model(), prompt_cache=cache, max_tokens=EMITTED, **made.warm_kv, **options)
     return steps
 
 
@@ -73,7 +60,7 @@ def take(steps: Steps, count: int) -> list[int]:
 @EVERY_MIX
 @pytest.mark.part(4)
 def test_between_two_plain_tokens_the_cache_is_stocks_and_nothing_is_open_on_it(mix: str) -> None:
-    cache, run = new_cache(mix), stock(mix)
+    cache, run = WITH_BATCH[mix].new_cache(), stock(mix)
     steps = begin(mix, cache)
     for length in range(1, EMITTED + 1):
         assert take(steps, 1) == [run.ids[length - 1]]
@@ -104,7 +91,7 @@ def first_is_collected(steps: list[Steps]) -> None:
 def test_a_cache_trimmed_under_a_live_plain_run_is_the_second_runs(mix: str, fate: Callable[..., None]) -> None:
     left = []
     for step in (stock_step, generate_step):
-        cache = new_cache(mix)
+        cache = WITH_BATCH[mix].new_cache()
         runs = [begin(mix, cache, step=step)]
         take(runs[0], 2)
         trimmed = trim_prompt_cache(cache, 3)
@@ -125,7 +112,7 @@ def test_a_cache_trimmed_under_a_live_plain_run_is_the_second_runs(mix: str, fat
 def test_a_plain_run_goes_on_over_a_changed_cache_as_stock_does(mix: str) -> None:
     left = []
     for step in (stock_step, generate_step):
-        cache = new_cache(mix)
+        cache = WITH_BATCH[mix].new_cache()
         steps = begin(mix, cache, step=step)
         ids = take(steps, 3)
         trim_prompt_cache(cache, 2)
@@ -141,7 +128,7 @@ def test_a_closed_plain_run_leaves_alone_what_another_wrote(mix: str) -> None:
     """Caches that cannot be trimmed: a second run goes on where the first one stands."""
     left = []
     for step in (stock_step, generate_step):
-        cache = new_cache(mix)
+        cache = WITH_BATCH[mix].new_cache()
         first = begin(mix, cache, step=step)
         take(first, 3)
         second = begin(mix, cache, step=step)
@@ -156,7 +143,7 @@ def test_a_closed_plain_run_leaves_alone_what_another_wrote(mix: str) -> None:
 
 
 def test_a_cache_saved_between_two_plain_tokens_is_stocks(tmp_path: Path) -> None:
-    cache, run = new_cache("hybrid"), stock("hybrid")
+    cache, run = WITH_BATCH["hybrid"].new_cache(), stock("hybrid")
     steps = begin("hybrid", cache)
     take(steps, 4)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
@@ -171,7 +158,7 @@ def test_a_cache_saved_between_two_plain_tokens_is_stocks(tmp_path: Path) -> Non
 @pytest.mark.parametrize("drafter", ["wrong", "right", "cycling"])
 @pytest.mark.part(4)
 def test_a_settled_copy_is_stocks_cache_and_the_run_goes_on_as_if_nobody_had_asked(mix: str, drafter: str) -> None:
-    cache, run = new_cache(mix), stock(mix)
+    cache, run = WITH_BATCH[mix].new_cache(), stock(mix)
     steps = begin(mix, cache, drafter)
     asked = (1, 2, 3, 6, 9, 12)
     copies = []
@@ -186,12 +173,12 @@ def test_a_settled_copy_is_stocks_cache_and_the_run_goes_on_as_if_nobody_had_ask
 
 
 def test_a_settled_copy_can_be_trimmed_and_continued_beside_the_run() -> None:
-    cache, run = new_cache("dense"), stock("dense")
+    cache, run = WITH_BATCH["dense"].new_cache(), stock("dense")
     steps = begin("dense", cache, "cycling")
     take(steps, 4)
     fork = settled_cache(cache)
     trim_prompt_cache(fork, 2)
-    other = generate_step(mx.array(run.ids[2:4]), made("dense").model(), prompt_cache=fork, max_tokens=3)
+    other = generate_step(mx.array(run.ids[2:4]), WITH_BATCH["dense"].model(), prompt_cache=fork, max_tokens=3)
     assert [token for token, _ in other] == list(run.ids[4:7])
     assert take(steps, 4) == list(run.ids[4:8])
     steps.close()
@@ -203,7 +190,7 @@ def test_a_settled_copy_can_be_trimmed_and_continued_beside_the_run() -> None:
 @pytest.mark.part(4)
 def test_a_trim_inside_a_block_stands_on_the_text_handed_out(mix: str, length: int) -> None:
     for goes_on in (False, True):
-        cache = new_cache(mix)
+        cache = WITH_BATCH[mix].new_cache()
         steps = begin(mix, cache, "right")
         take(steps, length)
         assert trim_prompt_cache(cache, 3) == 3
@@ -221,10 +208,10 @@ def test_a_trim_inside_a_block_stands_on_the_text_handed_out(mix: str, length: i
 @pytest.mark.parametrize("mix", ["dense", "hybrid", "ring_with_keep"])
 def test_what_else_is_written_inside_a_block_is_one_clear_error_and_is_left_alone(mix: str) -> None:
     for goes_on in (False, True):
-        cache = new_cache(mix)
+        cache = WITH_BATCH[mix].new_cache()
         steps = begin(mix, cache, "wrong")
         take(steps, 3)
-        mx.eval(made(mix).model()(mx.array([[5, 6]]), cache=cache))
+        mx.eval(WITH_BATCH[mix].model()(mx.array([[5, 6]]), cache=cache))
         theirs = independent_copy(cache)
         with pytest.raises(CacheChanged, match="changed"):
             next(steps) if goes_on else steps.close()
@@ -233,7 +220,7 @@ def test_what_else_is_written_inside_a_block_is_one_clear_error_and_is_left_alon
 
 
 def test_a_second_run_on_a_cache_inside_a_block_is_refused_before_anything_is_changed() -> None:
-    cache, run = new_cache("dense"), stock("dense")
+    cache, run = WITH_BATCH["dense"].new_cache(), stock("dense")
     steps = begin("dense", cache, "right")
     ids = take(steps, 3)
     with pytest.raises(TransactionError, match="in an open transaction already"):

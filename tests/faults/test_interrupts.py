@@ -12,18 +12,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache
 
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step
 from mlx_spec.stats import Statistics
+from tests.faults.mixes import WITH_BATCH, stock_run
 from tests.faults.signal_places import Places
-from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
+from tests.oracle import OracleRun, assert_same_output, rng_key
 from tests.rounds.runs import CHOICES, SEED
 from tests.same_cache import assert_same_cache
 from tests.scripted import CyclingDrafter
-from tests.tiny import MIXES, PROMPT, VOCAB
+from tests.tiny import PROMPT, VOCAB
 
 pytestmark = pytest.mark.faults
 
@@ -36,21 +36,8 @@ EVERY_MIX = pytest.mark.parametrize("mix", ["dense", "sliding", "hybrid", "mamba
 EVERY_CHOICE = pytest.mark.parametrize("choice", ["greedy", "top_p"])
 
 
-def new_cache(mix: str) -> list[Any]:
-    if mix == "batch":
-        return [BatchKVCache([0]) for _ in MIXES["dense"].new_cache()]
-    return MIXES[mix].new_cache()
-
-
-def made(mix: str) -> Any:
-    return MIXES["dense" if mix == "batch" else mix]
-
-
-@functools.cache
 def stock(mix: str, choice: str) -> OracleRun:
-    return run_stock(
-        made(mix).model(), PROMPT, EMITTED + 9, seed=SEED, prompt_cache=new_cache(mix), **CHOICES[choice]()
-    )
+    return stock_run(mix, EMITTED + 9, choice)
 
 
 class Attempt:
@@ -58,7 +45,7 @@ class Attempt:
 
     def __init__(self, mix: str, choice: str, width: int = WIDTH) -> None:
         self.mix, self.choice = mix, choice
-        self.cache, self.statistics = new_cache(mix), Statistics()
+        self.cache, self.statistics = WITH_BATCH[mix].new_cache(), Statistics()
         self.tokens: list[tuple[int, mx.array]] = []
         drafter: Drafter | None = None
         if width > 1:
@@ -66,7 +53,7 @@ class Attempt:
         mx.random.seed(SEED)
         self.steps: Generator[tuple[int, mx.array], None, None] = generate_step(
             mx.array(PROMPT),
-            made(mix).model(),
+            WITH_BATCH[mix].model(),
             draft_model=drafter,
             draft_block_size=width if width > 1 else None,
             prompt_cache=self.cache,
@@ -95,7 +82,7 @@ class Attempt:
         rest = run.ids[out + 1 :]
         again = generate_step(
             mx.array([run.ids[out]]),
-            made(self.mix).model(),
+            WITH_BATCH[self.mix].model(),
             draft_model=CyclingDrafter(rest, VOCAB, PATTERN),
             draft_block_size=4,
             prompt_cache=self.cache,
