@@ -463,18 +463,10 @@ def _check(job: _Job, ids: list[int], statistics: Statistics) -> int:
                 file=sys.stderr,
             )
             return 1
-    _tell_speeds(statistics, last - first)
+    if last > first and statistics.decode_ms > 0:
+        print(statistics.beside_plain(last - first), file=sys.stderr)
     print(f"check: {len(ids)} ids compared with mlx-lm's one-token loop, all equal", file=sys.stderr)
     return 0
-
-
-def _tell_speeds(statistics: Statistics, plain_seconds: float) -> None:
-    """Ours beside plain decoding's, where a text is long enough to have one."""
-    if plain_seconds > 0 and statistics.tokens_per_second > 0:
-        plain, ours = (statistics.emitted_tokens - 1) / plain_seconds, statistics.tokens_per_second
-        print(
-            f"speed: {ours:.2f} tokens/s against {plain:.2f} plainly, {ours / plain:.2f} times as fast", file=sys.stderr
-        )
 
 
 def _say(sentence: str) -> None:

@@ -28,8 +28,9 @@ class Statistics:
         time_to_first_token_ms: from the call that made the request; loading of a named drafter and finding of verify
             routes are in it.
         peak_memory_bytes: most that mlx had allocated in this process when the latest round was over.
-        certify_ms: part of it spent finding out which verify routes are equal.
+        certify_ms: time spent finding out which verify routes are equal, before and after the first token.
         decode_ms: time from the first token to the latest one.
+        decode_certify_ms: part of it spent finding out which verify routes are equal; the next run knows.
         notes: one sentence per fallback or caveat, each once.
         last_round: the latest record, or None.
     """
@@ -53,6 +54,7 @@ class Statistics:
         self.peak_memory_bytes = 0
         self.certify_ms = 0.0
         self.decode_ms = 0.0
+        self.decode_certify_ms = 0.0
         self.notes: list[str] = []
         self.last_round: RoundRecord | None = None
         self._opened = self._started = time.perf_counter()
@@ -119,6 +121,12 @@ class Statistics:
             self.time_to_first_token_ms = (now - self._opened) * 1e3
         self.decode_ms = (now - self._first_token) * 1e3
 
+    def time_certifying(self, spent_ms: float) -> None:
+        """So much time went into finding out which verify routes are equal."""
+        self.certify_ms += spent_ms
+        if self._first_token is not None:
+            self.decode_certify_ms += spent_ms
+
     @property
     def draft_ms(self) -> float:
         """Host time spent building proposals. Their device time is waited for in `verify_ms`."""
@@ -149,13 +157,30 @@ class Statistics:
         """Prompt speed, the first token's step included; 0.0 before it."""
         return self.prompt_tokens / self.prompt_ms * 1e3 if self.prompt_ms > 0 else 0.0
 
+    def beside_plain(self, plain_seconds: float) -> str:
+        """One line: this run's speed and plain decoding's, and what it is once verify routes are known.
+
+        Args:
+            plain_seconds: what plain decoding took for the same tokens, from the first to the last.
+        """
+        steps = self.emitted_tokens - 1
+        plain, ours = steps / plain_seconds, self.tokens_per_second
+        line = f"speed: {ours:.2f} tokens/s against {plain:.2f} plainly, {ours / plain:.2f} times as fast"
+        if self.decode_certify_ms < 1:
+            return line
+        known = steps / (self.decode_ms - self.decode_certify_ms) * 1e3
+        return (
+            f"{line}; {known:.2f} tokens/s, {known / plain:.2f} times as fast, without the "
+            f"{self.decode_certify_ms:.0f} ms in which verify routes were found, which the next run knows"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Everything above as JSON-ready values."""
         names = (
             "drafter loop verify_route width_policy acceptance_rule rounds proposed_tokens accepted_tokens "
             "emitted_tokens tokens_per_round accepted_by_depth proposed_by_depth drafter_failures draft_ms verify_ms "
             "commit_ms stage_ms prompt_tokens prompt_ms prompt_tokens_per_second time_to_first_token_ms certify_ms "
-            "decode_ms tokens_per_second peak_memory_bytes notes"
+            "decode_ms decode_certify_ms tokens_per_second peak_memory_bytes notes"
         )
         return {name: getattr(self, name) for name in names.split()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from mlx_spec.environment import CERTIFICATES
 from tests import seconds
+from tests.cores import keep_to_a_core
+from tests.forwards import Forwards
 from tests.plans import PLANS, chosen
 
 SEED = 20
@@ -33,16 +35,10 @@ if sys.platform == "linux":
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several test processes a core of its own, where there are enough.
-
-    Tiny models are a ping-pong between Python's thread and mlx's: across cores every turn wakes the other one up.
-    """
+    """Give each of several test processes a core of its own."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
-    if workers and sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        if workers <= len(cores):
-            place = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-            os.sched_setaffinity(0, {cores[place % len(cores)]})
+    if workers:
+        keep_to_a_core(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), workers)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,6 +90,21 @@ def fixed_seed() -> int:
     """Every test starts from the same mlx RNG key, whatever ran before it. A hypothesis example seeds for itself."""
     mx.random.seed(SEED)
     return SEED
+
+
+@pytest.fixture(scope="module")
+def changed_classes() -> Iterator[Forwards]:
+    """Classes of models whose forwards a test put a function around; mlx-lm's again after the file."""
+    forwards = Forwards()
+    yield forwards
+    forwards.undo()
+
+
+@pytest.fixture
+def forwards(changed_classes: Forwards) -> Iterator[Forwards]:
+    """To put a function around the forwards of a model until the test ends."""
+    yield changed_classes
+    changed_classes.clear()
 
 
 TOLD, TOLD_ALWAYS = "told", "told always"

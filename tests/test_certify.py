@@ -350,7 +350,7 @@ def test_time_spent_on_trials_is_counted_once() -> None:
     chosen, statistics = routes(model)
     chosen.route(6, MIXES["dense"].new_cache())
     spent = statistics.certify_ms
-    assert spent > 0
+    assert spent > 0 == statistics.decode_certify_ms
     chosen.route(6, MIXES["dense"].new_cache())
     assert statistics.certify_ms == spent
 

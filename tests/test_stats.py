@@ -145,3 +145,18 @@ def test_the_latest_round_can_be_looked_at() -> None:
     latest = record(4, 2)
     statistics.count_round(latest)
     assert statistics.last_round is latest
+
+
+def test_time_in_which_routes_were_found_is_told_apart_from_decoding() -> None:
+    statistics = Statistics()
+    statistics.start(3)
+    statistics.time_certifying(700.0)
+    statistics.time_token()
+    assert (statistics.certify_ms, statistics.decode_certify_ms) == (700, 0)
+    statistics.emitted_tokens, statistics.decode_ms = 13, 2000.0
+    assert statistics.beside_plain(3.0) == "speed: 6.00 tokens/s against 4.00 plainly, 1.50 times as fast"
+    statistics.time_certifying(500.0)
+    assert (statistics.certify_ms, statistics.decode_certify_ms) == (1200, 500)
+    told = statistics.beside_plain(3.0)
+    assert told.startswith("speed: 6.00 tokens/s against 4.00 plainly, 1.50 times as fast; 8.00 tokens/s, 2.00 times")
+    assert "500 ms" in told

@@ -100,7 +100,7 @@ class CertifiedRoutes:
         with telling_progress(self._progress):
             certificate = self._known.certificate(place.situation)
             route = self._certified(certificate, place)
-        self._statistics.certify_ms += (time.perf_counter() - started) * 1e3
+        self._statistics.time_certifying((time.perf_counter() - started) * 1e3)
         if route is not None:
             return route
         if certificate.failure is not None:

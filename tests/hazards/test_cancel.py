@@ -18,6 +18,7 @@ from mlx_spec import SpeculativeCacheTransaction
 from mlx_spec.drafters import Drafter
 from mlx_spec.errors import TransactionError
 from mlx_spec.generate import generate_step
+from tests.forwards import Forwards
 from tests.oracle import OracleRun, assert_same_output, rng_key
 from tests.rounds.runs import CHOICES, DRAFTERS, SPARE, assert_equals_stock, record_stock, speculate
 from tests.rounds.test_faults import cache_of_prompt
@@ -92,34 +93,20 @@ def test_runs_closed_after_every_token_leave_the_next_run_its_speculation(mix: s
 # A flag that another thread sets
 
 
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
-    """Widths of the forwards of a mix's model, filled in until the test ends."""
-
-    def count(mix: str) -> list[int]:
-        kind, widths = type(MIXES[mix].model()), []
-        forward = kind.__call__
-
-        def counting(self: Any, inputs: mx.array, *args: Any, **keywords: Any) -> mx.array:
-            widths.append(inputs.shape[1])
-            return forward(self, inputs, *args, **keywords)
-
-        monkeypatch.setattr(kind, "__call__", counting)
-        return widths
-
-    return count
-
-
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 11])
 @pytest.mark.parametrize("mix", ["dense", "quantized_from_20"])
-def test_flag_set_by_another_thread_ends_the_run_before_its_next_forward(mix: str, length: int, forwards: Any) -> None:
+def test_flag_set_by_another_thread_ends_the_run_before_its_next_forward(
+    mix: str, length: int, forwards: Forwards
+) -> None:
     """The consumer looks at a flag after every token; between two tokens there is at most one forward."""
     run, cancelled, reached = stock(mix), threading.Event(), threading.Event()
     drafter = CyclingDrafter(run.ids, VOCAB, (4, 1, 0))
+    widths = forwards.widths(MIXES[mix].model())
     speculate(MIXES[mix], drafter, EMITTED, max_tokens=-1, draft_block_size=WIDTH)  # certifies, at a cost of its own
+    widths.clear()
     other = threading.Thread(target=lambda: (reached.wait(60), cancelled.set()))
     other.start()
-    widths, cache, pairs, at = forwards(mix), MIXES[mix].new_cache(), [], []
+    cache, pairs, at = MIXES[mix].new_cache(), [], []
     steps = start(mix, drafter, cache)
     for pair in steps:
         pairs.append(pair)

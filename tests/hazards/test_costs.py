@@ -20,6 +20,7 @@ from mlx_spec.verify.routes import remember
 from tests.cache.kinds import KINDS, Kind, append, arrays_of
 from tests.checkpoints import tiny_model
 from tests.drafters import eagle3_files
+from tests.forwards import Forwards
 from tests.oracle import run_stock
 from tests.recalled import remembered_maps
 from tests.scripted import ScriptedDrafter
@@ -219,17 +220,10 @@ def test_prompt_in_chunks_gives_the_tokens_of_the_prompt_at_once(reader: str) ->
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize("reader", PROMPT_READERS)
-def test_drafter_costs_the_prompt_no_forward(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_costs_the_prompt_no_forward(reader: str, forwards: Forwards) -> None:
     """Width after width, the target is fed what it is fed without one."""
     model, drafter = PROMPT_READERS[reader]()
-    fed: list[int] = []
-    forward = type(model).__call__
-
-    def counting(self: Any, inputs: mx.array, *args: Any, **keywords: Any) -> mx.array:
-        fed.append(inputs.shape[1])
-        return forward(self, inputs, *args, **keywords)
-
-    monkeypatch.setattr(type(model), "__call__", counting)
+    fed = forwards.widths(model)
     read_prompt(model, drafter, CHUNK, 6)  # certifies
     fed.clear()
     read_prompt(model, drafter, CHUNK)

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, load_prompt_cache, save_p
 from mlx_spec.drafters import NgramDrafter
 from mlx_spec.model.target import Target
 from tests.bits import assert_same_bits, independent_array
+from tests.forwards import Forwards
 from tests.oracle import OracleRun, independent_copy
 from tests.rounds.runs import DRAFTERS, SPARE, assert_counts_add_up, assert_equals_stock, record_stock, speculate
 from tests.same_cache import assert_same_cache
@@ -147,7 +148,7 @@ def test_chunked_cache_whose_front_is_gone_is_continued() -> None:
 
 @pytest.mark.parametrize("mix", REQUIRED)
 @pytest.mark.parametrize("drafter", ["none", "cycling", "eagle3"])
-def test_nothing_of_a_cached_prefix_is_read_again(mix: str, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_cached_prefix_is_read_again(mix: str, drafter: str, forwards: Forwards) -> None:
     """Counted where it costs: the tokens the model is fed before the first one comes out."""
     made, run = MIXES[mix], first_turn(mix)
     cache = speculate(made, None, max_tokens=6).cache
@@ -155,14 +156,7 @@ def test_nothing_of_a_cached_prefix_is_read_again(mix: str, drafter: str, monkey
     proposing = None if drafter == "none" else DRAFTERS[drafter](mix, want.ids, mx.float32)
     width = {} if drafter == "none" else {"draft_block_size": WIDTH}
     request: dict[str, Any] = {"prompt": SUFFIX, "max_tokens": EMITTED, "prefill_step_size": 3, **width}
-    kind, read, told = type(made.model()), [], []
-    forward = kind.__call__
-
-    def counting(self: Any, inputs: mx.array, *args: Any, **keywords: Any) -> mx.array:
-        read.append(inputs.shape[1])
-        return forward(self, inputs, *args, **keywords)
-
-    monkeypatch.setattr(kind, "__call__", counting)
+    read, told = forwards.widths(made.model()), []
     # Certifies, at a cost of its own: a model whose forward was replaced is another model.
     speculate(made, proposing, prompt_cache=independent_copy(cache), **request)
     read.clear()

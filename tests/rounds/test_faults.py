@@ -21,6 +21,7 @@ from mlx_spec.generate import generate_step, is_pure, stream_generate
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.record import ModelRecord, forget, record_of
 from mlx_spec.verify.trial import Situation
+from tests.forwards import Forwards
 from tests.oracle import OracleRun, assert_same_output, rng_key, run_stock
 from tests.rounds.letters import tokenizer
 from tests.rounds.runs import CHOICES, DRAFTERS, SEED, SPARE, assert_counts_add_up, assert_equals_stock, speculate
@@ -281,26 +282,13 @@ def test_fault_in_the_detokenizer_at_any_token(mix: str, drafter: str) -> None:
 # The target
 
 
-@pytest.fixture
-def wrap_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], None]:
-    """Put a function around every forward of a mix's model until the test ends; it is given the stock forward first."""
-
-    def wrap(mix: str, around: Callable[..., Any]) -> None:
-        kind = type(MIXES[mix].model())
-        forward = stock_forward(mix)
-        monkeypatch.setattr(kind, "__call__", lambda self, *args, **kwargs: around(forward, self, *args, **kwargs))
-
-    return wrap
-
-
-@functools.cache
-def stock_forward(mix: str) -> Callable[..., Any]:
-    forward: Callable[..., Any] = type(MIXES[mix].model()).__call__
-    return forward
+def unhindered(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For `Forwards.wrap`: mlx-lm's own forward."""
+    return forward(*args, **kwargs)
 
 
 def failing_forward(call: int, fault: BaseException, late: bool) -> Callable[..., Any]:
-    """For `wrap_forward`: one call raises, before anything is computed or after the cache was written to."""
+    """For `Forwards.wrap`: one call raises, before anything is computed or after the cache was written to."""
     fails = FailsAt(lambda: None, call, fault)
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -324,14 +312,15 @@ def failing_forward(call: int, fault: BaseException, late: bool) -> Callable[...
         ("sliding", "eagle3", True),
     ],
 )
-def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, wrap_forward: Any) -> None:
-    made = drafter_for(drafter, mix)
+def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, forwards: Forwards) -> None:
+    made, model = drafter_for(drafter, mix), MIXES[mix].model()
+    forwards.wrap(model, unhindered)
     run_into(mix, made)  # certifies the widths, which costs forwards of its own
 
     def run_with_fault(call: int, fault: Fault) -> Broken:
-        wrap_forward(mix, failing_forward(call, fault, late))
+        forwards.wrap(model, failing_forward(call, fault, late))
         broken = run_into(mix, made)
-        wrap_forward(mix, lambda forward, *args, **kwargs: forward(*args, **kwargs))
+        forwards.clear()
         return broken
 
     assert_every_call_can_fail(mix, run_with_fault, least=2 + 5)
@@ -339,12 +328,12 @@ def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, 
 
 @pytest.mark.parametrize("call", range(7))
 @pytest.mark.parametrize("late", [False, True], ids=["before the forward", "after the forward"])
-def test_fault_while_a_width_is_certified_costs_nothing_later(call: int, late: bool, wrap_forward: Any) -> None:
+def test_fault_while_a_width_is_certified_costs_nothing_later(call: int, late: bool, forwards: Forwards) -> None:
     run, model = stock("dense"), MIXES["dense"].model()
+    fault = Fault("while certifying")
+    forwards.wrap(model, failing_forward(call, fault, late))
     forget(model)
     certificate = record_of(model).certificate(DENSE)
-    fault = Fault("while certifying")
-    wrap_forward("dense", failing_forward(call, fault, late))
     broken = run_into("dense", drafter_for("right", "dense"))
     assert broken.error is fault
     assert_left_right("dense", broken)

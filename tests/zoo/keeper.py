@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tests.cores import keep_to_a_core
 from tests.zoo.menagerie import Specimen
 from tests.zoo.trial import Finding, Outcome, Plan, examine
 
@@ -29,7 +30,7 @@ def findings(
         examination: what is done with a specimen and the plan; a function of a module.
     """
     keepers: SimpleQueue[Keeper] = SimpleQueue()
-    hired = [Keeper() for _ in range(jobs)]
+    hired = [Keeper(place, jobs) for place in range(jobs)]
     for keeper in hired:
         keepers.put(keeper)
 
@@ -51,7 +52,8 @@ def findings(
 class Keeper:
     """One worker process; started when first needed, and again after it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0, processes: int = 1) -> None:
+        self._place, self._processes = place, processes
         self._process: BaseProcess | None = None
         self._line: Connection | None = None
 
@@ -78,7 +80,7 @@ class Keeper:
         # mlx keeps threads, which a forked process would not have.
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, self._place, self._processes), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -93,7 +95,8 @@ class Keeper:
         return finding
 
 
-def _work(line: Connection) -> None:
+def _work(line: Connection, place: int, processes: int) -> None:
+    keep_to_a_core(place, processes)
     mx.set_default_device(mx.cpu)
     while True:
         try:
