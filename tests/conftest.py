@@ -73,8 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
-def pytest_collection_finish() -> None:
-    """Keep the thousands of tests out of the garbage collector's way, and of tests that count what is alive."""
+@pytest.fixture(scope="module", autouse=True)
+def out_of_the_collectors_way() -> None:
+    """Keep what earlier files left, and the tests themselves, from every collection and from whoever counts arrays."""
     gc.collect()
     gc.freeze()
 
