@@ -22,7 +22,7 @@ SEED = 20
 # Drawing and running tiny models is slow by hypothesis' standards, not by ours.
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
-settings.register_profile("fast", max_examples=12, deadline=None, derandomize=True, suppress_health_check=_SLOW_IS_FINE)
+settings.register_profile("fast", max_examples=8, deadline=None, derandomize=True, suppress_health_check=_SLOW_IS_FINE)
 settings.register_profile("deep", max_examples=300, deadline=None, print_blob=True, suppress_health_check=_SLOW_IS_FINE)
 # `--hypothesis-profile` is applied after this file and wins.
 settings.load_profile("fast")

@@ -224,6 +224,7 @@ def test_threads_that_ask_at_once_get_one_trial() -> None:
     assert forwards.widths.count(4) == len(PROBES)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("at", range(14))
 def test_a_trial_that_was_interrupted_is_begun_again(at: int) -> None:
     """Forwards 0 and 1 are traced, 2 and 3 read the probes; then for each come four single steps and the block."""

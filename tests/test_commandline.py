@@ -60,7 +60,7 @@ PLAIN_FLAGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", PLAIN_FLAGS.values(), ids=PLAIN_FLAGS.keys())
 def test_the_text_is_mlx_lms(
@@ -358,6 +358,7 @@ def test_check_fails_where_the_ids_differ_and_says_where(
 # --prompt-cache-file
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [(), ("--draft-model", "ngram"), ("--draft-model", FLAT)], ids=["", "ngram", "eagle"])
 def test_a_saved_prompt_is_continued_as_mlx_lm_does(

@@ -355,15 +355,6 @@ def test_the_cached_target_is_what_the_converter_writes(real_target: Path, tmp_p
         shutil.rmtree(fresh)
 
 
-@pytest.mark.slow
-def test_the_target_knows_the_capital_of_france(real_pair: tuple[nn.Module, Any]) -> None:
-    model, tokenizer = real_pair
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    answer = mlx_lm.generate(model, tokenizer, prompt, max_tokens=16)
-    assert answer == "The capital of France is Paris."
-
-
 def test_the_chat_template_writes_the_roles_the_model_was_trained_on(real_pair: tuple[nn.Module, Any]) -> None:
     _, tokenizer = real_pair
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]

@@ -21,12 +21,14 @@ from mlx_spec.drafters.registry import resolve_family
 from tests.bits import bit_difference
 from tests.oracle import first_difference, rng_key
 
+CAPITAL = "What is the capital of France?"
+
 PROMPTS = (
     "List five uses of a paper clip.",
     "Why is the sky blue?",
     "Write a haiku about winter.",
     "Give me a recipe for pancakes.",
-    "What is the capital of France?",
+    CAPITAL,
     "Explain recursion to a beginner.",
     "Translate 'good morning' into Spanish.",
     "Name three planets and one fact about each.",
@@ -74,7 +76,7 @@ def pair() -> Pair:
 
 def compare(
     pair: Pair, prompt: mx.array, tokens: int, sampler: Any = None, seed: int = 0, width: int | None = None
-) -> mlx_spec.Statistics:
+) -> tuple[list[int], mlx_spec.Statistics]:
     """Decode both ways and assert that ids, log-probabilities and the random state agree."""
     mx.random.seed(seed)
     want = list(stock_generate_step(prompt, pair.model, max_tokens=tokens, sampler=sampler))
@@ -98,7 +100,7 @@ def compare(
         difference = bit_difference(mine, theirs)
         assert difference is None, f"log-probabilities of token {index}: {difference}"
     assert rng_key() == want_key
-    return statistics
+    return [token for token, _ in got], statistics
 
 
 def test_the_embedded_drafter_says_what_it_is() -> None:
@@ -107,28 +109,29 @@ def test_the_embedded_drafter_says_what_it_is() -> None:
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_the_one_token_loop_and_proposals_are_accepted(pair: Pair, thorough: bool) -> None:
-    accepted = 0
-    for text in PROMPTS[: 3 if thorough else 1]:
-        statistics = compare(pair, pair.ids(text), 10, width=None if thorough else CERTIFIED_SOON)
-        assert statistics.verify_route == "block"
-        accepted += statistics.accepted_tokens
+    ids, statistics = compare(pair, pair.ids(CAPITAL), 9, width=None if thorough else CERTIFIED_SOON)
+    assert pair.tokenizer.decode(ids).startswith("The capital of France is Paris.")
+    assert statistics.verify_route == "block"
+    accepted = statistics.accepted_tokens
+    for text in PROMPTS[:3] if thorough else ():
+        accepted += compare(pair, pair.ids(text), 10)[1].accepted_tokens
     assert accepted > 0
 
 
 @pytest.mark.deep
 def test_sampled_text_is_that_of_the_one_token_loop_with_the_same_seed(pair: Pair) -> None:
-    statistics = compare(pair, pair.ids(PROMPTS[3]), 32, make_sampler(0.8, top_p=0.95), seed=11)
+    _, statistics = compare(pair, pair.ids(PROMPTS[3]), 32, make_sampler(0.8, top_p=0.95), seed=11)
     assert statistics.accepted_tokens > 0
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("text", PROMPTS)
 def test_long_greedy_text_is_that_of_the_one_token_loop(pair: Pair, text: str) -> None:
-    assert compare(pair, pair.ids(text), 96).rounds > 0
+    assert compare(pair, pair.ids(text), 96)[1].rounds > 0
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("text", PROMPTS[:10])
 def test_long_sampled_text_is_that_of_the_one_token_loop(pair: Pair, text: str, seed: int) -> None:
-    assert compare(pair, pair.ids(text), 96, make_sampler(0.8, top_p=0.95), seed=seed).rounds > 0
+    assert compare(pair, pair.ids(text), 96, make_sampler(0.8, top_p=0.95), seed=seed)[1].rounds > 0

@@ -72,6 +72,7 @@ def test_shape_and_dtype_count() -> None:
 # The oracle
 
 
+@pytest.mark.part(6)
 @EVERY_MIX
 def test_mix_has_the_caches_it_names_and_varied_greedy_output(mix: Mix) -> None:
     run = mix.oracle()
@@ -93,6 +94,7 @@ def test_models_are_shared_per_dtype_and_building_one_draws_nothing() -> None:
     assert rng_key() == key
 
 
+@pytest.mark.part(5)
 @EVERY_MIX
 def test_oracle_equals_a_loop_written_by_hand(mix: Mix) -> None:
     run = mix.oracle(25)
@@ -239,6 +241,7 @@ def _changes_of_field(owner: Any, name: str, value: Any, where: str) -> Iterator
                 yield from _changes(item, f"{where}[{i}]")
 
 
+@pytest.mark.part(6)
 @EVERY_MIX
 def test_every_single_bit_and_scalar_of_every_cache_kind_is_seen(mix: Mix) -> None:
     run = mix.oracle(30)

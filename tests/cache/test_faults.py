@@ -154,7 +154,7 @@ def endings_of(kind: Kind, start: int) -> list[Ending]:
     return [UNDONE, *range(WIDTH + 1), *ragged]
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(4)
 @pytest.mark.slow
 @EVERY_KIND
 def test_a_fault_at_any_point_of_a_round_leaves_it_undone_or_committed(kind: Kind) -> None:
@@ -201,7 +201,7 @@ def mixing_scene(mix: str, drive: Drive, batch: int = 1) -> Iterator[Scene]:
         detach(model)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["hybrid", "sliding", "chunked", "cache_list", "mamba2"])
 def test_a_fault_at_any_point_of_a_models_round_leaves_it_undone_or_committed(mix: str) -> None:
@@ -226,6 +226,7 @@ def test_the_same_of_every_mix(mix: str, drive: Drive) -> None:
 # Faults of the undoing itself
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", ["kv", "ring", "nested", "arrays_padded", "chunked", "batch_kv", "batch_ring"])
 def test_an_undoing_that_is_interrupted_is_completed_by_the_next(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first fault is raised while a commit is applied, the second while that is undone."""
@@ -280,6 +281,7 @@ def test_every_layer_is_restored_though_one_cannot_be(place: int, monkeypatch: p
     assert_same_cache(caches, want)
 
 
+@pytest.mark.part(9)
 @EVERY_KIND
 def test_a_commit_that_began_and_failed_closes_the_round_by_itself(kind: Kind) -> None:
     """Without a `with` block: whoever called it need not know that there is something left to undo."""

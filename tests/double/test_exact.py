@@ -113,7 +113,7 @@ def named(name: str) -> Specimen:
     return next(specimen for specimen in whole_zoo() if specimen.name == name)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("scheme", SOON, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_format_of_weights_stays_exact(model: str, scheme: tuple[str, int, int]) -> None:
@@ -198,6 +198,7 @@ BY_THEMSELVES = {
 """Models that multiply by a matrix themselves, or whose linear splits what it gives; and what of it goes by its row."""
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("chip", ["gen13", "gen17"])
 @pytest.mark.parametrize("name", BY_THEMSELVES)
 def test_models_that_multiply_by_themselves_are_verified_in_blocks(name: str, chip: str) -> None:

@@ -97,7 +97,7 @@ def test_every_family_is_tried() -> None:
     assert TARGETS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_the_text_is_that_of_one_token_decoding_and_a_good_drafter_is_accepted(family: str, name: str) -> None:
     for planted in (True, False):
@@ -107,7 +107,7 @@ def test_the_text_is_that_of_one_token_decoding_and_a_good_drafter_is_accepted(f
             assert statistics.accepted_tokens >= 3
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @each_chip
 @pytest.mark.parametrize(("family", "name"), TARGETS.items())
 def test_the_text_is_the_same_where_several_rows_round_differently_from_one(family: str, name: str, chip: str) -> None:
@@ -120,6 +120,7 @@ def test_the_text_is_the_same_where_several_rows_round_differently_from_one(fami
     assert statistics.accepted_tokens > 0
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("family", ["dflash", "dspark", "dflash2"])
 def test_a_sampled_text_is_the_same(family: str) -> None:
     name = TARGETS[family]
@@ -127,6 +128,7 @@ def test_a_sampled_text_is_the_same(family: str) -> None:
     speculate(name, source, stock(name, sampled=True), sampler=make_sampler(temp=0.8), draft_block_size=None)
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("prefill", [1, 3, 5])
 def test_the_drafts_do_not_depend_on_the_prompts_chunks(prefill: int) -> None:

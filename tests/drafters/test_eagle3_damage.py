@@ -105,7 +105,7 @@ def may_be_borrowed(name: str, case: Checkpoint) -> bool:
     )
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_damaged_tensor_is_named(layout: str, tmp_path: Path, tell: Callable[[str], None]) -> None:
@@ -162,7 +162,7 @@ EDITS = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_damaged_key_is_named_or_changes_nothing(layout: str, tmp_path: Path, tell: Callable[[str], None]) -> None:

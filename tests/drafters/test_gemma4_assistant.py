@@ -119,6 +119,7 @@ def load(folder: Path) -> Gemma4Assistant:
 # Rounds
 
 
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 5])
 def test_the_text_is_the_targets_own_and_good_proposals_are_kept(tmp_path: Path, width: int) -> None:
@@ -267,6 +268,7 @@ def names() -> list[str]:
     return sorted(loaded)
 
 
+@pytest.mark.part(20)
 @pytest.mark.parametrize("name", names())
 def test_a_damaged_tensor_is_named(tmp_path: Path, name: str) -> None:
     content = json.loads((FOLDER / "config.json").read_text())

@@ -105,7 +105,7 @@ def test_each_transposed_tensor_is_named(family: str, tmp_path: Path) -> None:
     each_tensor(family, transpose, tmp_path)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", "qwen35_moe_real", "qwen3_next", "deepseek_v32", "mimo", "step3p5", *RECENT]
 )
@@ -169,7 +169,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_setting_that_is_left_out_is_the_targets(family: str, tmp_path: Path) -> None:
     expected = parameters(load(write(tmp_path / "whole", family), family))

@@ -59,7 +59,7 @@ ROUND = st.integers(1, 6).flatmap(lambda count: st.tuples(st.just(count), st.int
 TOKEN = st.integers(0, VOCAB - 1)
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", DRAFTING)
 @settings(max_examples=3)
 @given(rounds=st.lists(st.tuples(TOKEN, ROUND), min_size=3, max_size=6), chunk=st.sampled_from([3, 4, 7]))
@@ -81,6 +81,7 @@ def test_after_every_round_the_caches_are_those_of_one_token_decode_over_the_com
         assert_same_cache(state.cache_tree([])["draft"], plain)
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("mix", DRAFTING)
 def test_a_round_of_each_outcome_leaves_what_a_cold_drafter_has(mix: str) -> None:
     for accepted in (0, 2, 4):
@@ -234,7 +235,7 @@ def test_a_round_reads_nothing_from_the_device() -> None:
 # The pair
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_model_that_drafts_for_itself_is_always_right(mix: str) -> None:
     run = stock(mix, "greedy")
@@ -250,7 +251,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(mix: str) -> None:
         assert counted.accepted_tokens == counted.proposed_tokens == 29
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("width", "choice"), [(2, "sampled_penalties"), (5, "greedy")])
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_ids_are_those_of_one_token_decode_whoever_drafts(mix: str, width: int, choice: str) -> None:
@@ -263,7 +264,7 @@ def test_ids_are_those_of_one_token_decode_whoever_drafts(mix: str, width: int, 
     assert got.statistics.proposed_tokens > 0
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @each_chip
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_ids_are_the_same_where_several_rows_round_differently_from_one(mix: str, chip: str) -> None:

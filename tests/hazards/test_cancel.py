@@ -68,7 +68,7 @@ def assert_goes_on(mix: str, cache: list[Any], handed_out: int) -> None:
 # In one thread
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("mix", "drafter"), [*((mix, "cycling") for mix in REQUIRED), ("dense", "eagle3"), ("hybrid", "eagle3")]
 )
@@ -222,7 +222,7 @@ LENGTHS = (1, 4, 5, 6, 9)
 """Before, at and after the ends of blocks that are kept whole, and of blocks that are not."""
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("ended", [False, True], ids=["idle thread", "ended thread"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_run_that_is_idle_can_be_closed_by_another_thread(mix: str, ended: bool) -> None:
@@ -241,6 +241,7 @@ def test_run_that_is_idle_can_be_closed_by_another_thread(mix: str, ended: bool)
         assert_goes_on(mix, cache, length)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("drafter", ["none", "cycling"])
 @EVERY_MIX
 def test_random_state_of_the_thread_that_closes_stays_where_it_is(mix: str, drafter: str) -> None:
@@ -260,6 +261,7 @@ def test_random_state_of_the_thread_that_closes_stays_where_it_is(mix: str, draf
         assert_same_cache(cache, run.cache_after(length))
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("mix", MIXES)
 def test_run_may_move_to_another_thread_between_any_two_tokens(mix: str) -> None:
     """As where a pool of threads asks for one token at a time; each thread here ends before the next begins."""

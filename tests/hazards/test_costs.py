@@ -45,7 +45,7 @@ def bytes_taken(work: Callable[[], Any]) -> int:
 # Keeping a round
 
 
-@pytest.mark.part(9)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_keeping_a_whole_block_moves_nothing_whatever_the_cache(kind: Kind) -> None:
     """The common case when a drafter is good: no state is saved to somewhere or brought back."""

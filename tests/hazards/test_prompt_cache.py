@@ -65,7 +65,7 @@ def lengths_of(mix: str) -> range:
     return FIRST_TURN if mix in ("dense", "hybrid") else FIRST_TURN[:: 2 if mix in REQUIRED else 5]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> None:
@@ -91,7 +91,7 @@ def test_second_turn_goes_on_from_exactly_the_text_of_the_first(mix: str) -> Non
             assert cold.ids == got.ids, f"cold {cold.ids}, warm {got.ids}"
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["dense", "sliding", "ring_with_keep", "hybrid", "chunked", "cache_list"])
 def test_two_conversations_from_one_prefix_do_not_see_each_other(mix: str) -> None:
@@ -146,6 +146,7 @@ def test_chunked_cache_whose_front_is_gone_is_continued() -> None:
 # What is read again
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", REQUIRED)
 @pytest.mark.parametrize("drafter", ["none", "cycling", "eagle3"])
 def test_nothing_of_a_cached_prefix_is_read_again(mix: str, drafter: str, forwards: Forwards) -> None:
@@ -218,7 +219,7 @@ def through_a_file(cache: list[Any], folder: Path) -> list[Any]:
     return list(loaded)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("mix", "drafter"),
     [*((mix, "cycling") for mix in MIXES), *((mix, "eagle3") for mix in REQUIRED), ("dense", "ngram")],

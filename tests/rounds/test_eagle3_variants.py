@@ -42,7 +42,7 @@ def run(variant: str, choice: str, prefill: str = "chunks") -> SpeculativeRun:
     )
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("variant", "choice"),
     [(name, "greedy") for name in PLANTED] + [(name, "sampled_penalties") for name in ("eagle31", "latent", "affine")],
@@ -55,12 +55,14 @@ def test_text_is_that_of_the_stock_loop_and_proposals_are_accepted(variant: str,
         assert got.drafted > 0, str(got.statistics)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("variant", ["eagle31", "two_layers", "latent"])
 def test_how_the_prompt_was_cut_changes_no_proposal(variant: str) -> None:
     cut, whole = run(variant, "greedy", "chunks"), run(variant, "greedy", "whole")
     assert cut.statistics.accepted_by_depth == whole.statistics.accepted_by_depth
 
 
+@pytest.mark.part(2)
 @each_chip
 @pytest.mark.parametrize("variant", ["two_layers", "eagle31", "latent"])
 def test_text_is_that_of_the_stock_loop_where_blocks_round_differently(variant: str, chip: str) -> None:

@@ -88,6 +88,7 @@ def lengths_of_both_drafters() -> list[Any]:
     ]
 
 
+@pytest.mark.part(18)
 @pytest.mark.slow
 @pytest.mark.parametrize(("mix", "drafter", "length"), lengths_of_both_drafters())
 def test_run_that_spends_its_budget_can_be_continued(mix: str, drafter: str, length: int) -> None:
@@ -170,6 +171,7 @@ def stop_string(text: str, length: int) -> str:
     return next(text[start:length] for start in range(length - 1, -1, -1) if text.find(text[start:length]) == start)
 
 
+@pytest.mark.part(18)
 @pytest.mark.parametrize(
     ("mix", "length"),
     [
@@ -211,6 +213,7 @@ def test_run_that_completes_a_stop_string_can_be_continued(mix: str, length: int
 # With a sampler
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("length", [1, 2, 6, 13, 27, 40])
 @pytest.mark.parametrize(
     ("end", "drafter"), [("budget", "cycling"), ("close", "right"), ("close", "cycling"), ("end token", "right")]
@@ -233,6 +236,7 @@ def test_sampled_run_goes_on_with_the_stock_draws(mix: str, end: str, drafter: s
     assert rng_key() == run.rng[length + 1 + CONTINUED]
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("mix", "choice"),
     [*((mix, "sampled_penalties") for mix in REQUIRED), *(("dense", choice) for choice in ("xtc", "opaque_both"))],

@@ -78,7 +78,7 @@ def drafter_of(mode: str, mix: str = "dense", choice: str = "greedy") -> Any:
 # The product
 
 
-@pytest.mark.part(60)
+@pytest.mark.part(36)
 @pytest.mark.parametrize("case", ROWS, ids=["-".join(map(str, row.values())) for row in ROWS])
 def test_run_equals_stock_in_ids_logprobs_cache_and_random_state(case: dict[str, Any]) -> None:
     run_case(case)
@@ -111,7 +111,7 @@ def test_every_other_cache_mix_equals_stock(mix: str, choice: str) -> None:
     run_case({"mix": mix, "drafter": "alternating", "width": 5, "prefill": "ragged", "choice": choice})
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", [name for name in MIXES if MIXES[name].half])
 @pytest.mark.parametrize(("drafter", "width", "choice"), [("alternating", 5, "greedy"), ("cycling", 3, "top_p")])
@@ -213,6 +213,7 @@ def short_stock(mix: str, choice: str, emitted: int) -> OracleRun:
     return run_stock(made.model(), PROMPT, emitted, seed=SEED, **CHOICES[choice](), **made.kv)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("choice", ["greedy", "sampled_penalties", "opaque_both"])
 @pytest.mark.parametrize("mix", ["dense", "quantized_from_20"])
@@ -226,6 +227,7 @@ def test_budget_of_none_one_or_no_limit_is_kept(mix: str, choice: str, mode: str
         assert_counts_add_up(got)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("drafter", ["right", "alternating", "cycling", "eagle3"])
 def test_statistics_count_what_was_handed_out_for_every_budget(drafter: str) -> None:
     run = stock("dense", "greedy")
@@ -240,6 +242,7 @@ def test_statistics_count_what_was_handed_out_for_every_budget(drafter: str) -> 
 # Prompts
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9])
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_prompt_around_a_multiple_of_the_chunk_equals_stock(mix: str, length: int) -> None:
@@ -275,6 +278,7 @@ class ProposesAlways(ScriptedDrafter):
         return [self.token] * count
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", REQUIRED)
 def test_proposed_end_token_that_the_target_rejects_ends_nothing(mix: str) -> None:
     run = stock(mix, "greedy")

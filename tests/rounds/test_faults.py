@@ -242,6 +242,7 @@ def test_fault_in_a_sampler_leaves_the_random_state_at_the_last_token_out(mix: s
             assert where == handed_out, f"{handed_out} tokens are out, the random state stands after {where}"
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("drafter", ["none", "alternating"])
 @EVERY_MIX
 def test_fault_in_the_progress_callback_at_any_call(mix: str, drafter: str) -> None:
@@ -326,6 +327,7 @@ def test_fault_in_any_forward_of_the_target(mix: str, drafter: str, late: bool, 
     assert_every_call_can_fail(mix, run_with_fault, least=2 + 5)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("call", range(7))
 @pytest.mark.parametrize("late", [False, True], ids=["before the forward", "after the forward"])
 def test_fault_while_a_width_is_certified_costs_nothing_later(call: int, late: bool, forwards: Forwards) -> None:
@@ -435,6 +437,7 @@ def throws(mix: str, drafter: str, after: int) -> Iterator[Broken]:
     yield broken
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("drafter", ["none", "right", "alternating"])
 @EVERY_MIX
 def test_fault_thrown_by_the_consumer_after_any_token(mix: str, drafter: str) -> None:

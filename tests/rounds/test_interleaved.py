@@ -115,7 +115,7 @@ def in_a_thread(work: Callable[[], Result]) -> Result:
 # One thread
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "drafter", "order"),

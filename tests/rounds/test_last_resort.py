@@ -80,7 +80,7 @@ def taken_for_known(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(4)
 @pytest.mark.usefixtures("stepping")
 @pytest.mark.parametrize(("drafter", "choice"), [("alternating", "greedy"), ("cycling", "sampled_penalties")])
 @pytest.mark.parametrize("mix", MIXES)
@@ -104,7 +104,7 @@ WIDE = 17
 """More tokens than a window or a chunk holds: a round loses rows of its own."""
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["stepping", "taken_for_known"])
 @pytest.mark.parametrize("mix", ["chunked", "sliding", "ring_with_keep"])

@@ -60,7 +60,7 @@ def speculate(model: Any, chosen: Drafter, width: int, **options: Any) -> Statis
     return statistics
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_good_layer_is_accepted_and_the_tokens_are_the_stock_loops(family: str) -> None:
@@ -70,11 +70,13 @@ def test_a_good_layer_is_accepted_and_the_tokens_are_the_stock_loops(family: str
     assert statistics.accepted_tokens / statistics.proposed_tokens > 0.06
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("family", ["qwen35_dense_real", "deepseek_v32", "kimi_k25"])
 def test_a_random_layer_changes_nothing(family: str) -> None:
     speculate(target(family).model, drafter(family, write), 3)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("family", ["qwen35_moe_real", "glm_moe_dsa", "mimo"])
 @pytest.mark.parametrize("prefill", [3, 4])
 def test_sampling_with_penalties_and_a_chunked_prompt_gives_the_stock_loops_tokens(family: str, prefill: int) -> None:
@@ -108,7 +110,7 @@ def test_a_quantized_layer_is_still_accepted(mode: str) -> None:
     assert statistics.accepted_tokens >= 4
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @each_chip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_blocks_round_differently_the_tokens_are_still_the_stock_loops(family: str, chip: str) -> None:

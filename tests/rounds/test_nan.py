@@ -72,7 +72,7 @@ def run_poisoned(mix: str, choice: str, name: str, run: OracleRun, **ending: Any
     return speculate(MIXES[mix], drafter_for(name, mix, run), **width, **CHOICES[choice](), **ending)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("drafter", ["none", "right", "alternating"])
 @EVERY_MIX_AND_CHOICE
 def test_nan_ends_the_run_at_the_token_it_would_have_chosen(mix: str, drafter: str, choice: str, poison: Any) -> None:
@@ -94,6 +94,7 @@ def test_nan_ends_the_run_at_the_token_it_would_have_chosen(mix: str, drafter: s
         SpeculativeCacheTransaction(broken.cache, 1).abort()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("drafter", ["none", "right", "alternating"])
 @EVERY_MIX_AND_CHOICE
 def test_nan_after_the_last_token_of_any_budget_ends_nothing(mix: str, drafter: str, choice: str, poison: Any) -> None:

@@ -63,7 +63,7 @@ def endings(ids: list[int]) -> dict[str, dict[str, Any]]:
     return {"closed": {"stop_after": len(ids), "max_tokens": -1}, f"ended by {other}": other}
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "drafter", "kind"),

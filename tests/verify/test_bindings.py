@@ -267,6 +267,7 @@ def test_stock_is_called_for_each_query_as_by_a_decode_of_its_token(
         assert one[-1] is sinks
 
 
+@pytest.mark.part(18)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", CACHES)

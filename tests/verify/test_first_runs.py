@@ -91,11 +91,12 @@ EVERY_KIND = pytest.mark.parametrize("mix", ["dense", "hybrid", "sliding"])
 WITH_AND_WITHOUT = pytest.mark.parametrize("rounding", [None, "gen15"], ids=["as here", "double"])
 
 
+@pytest.mark.part(2)
 @EVERY_KIND
 @WITH_AND_WITHOUT
 def test_a_plain_run_in_another_thread_is_in_no_op_table(mix: str, rounding: str | None) -> None:
     with double(PATTERNS[rounding]) if rounding else nullcontext():
-        first_runs(mix, 2)
+        first_runs(mix, 1)
 
 
 @pytest.mark.deep

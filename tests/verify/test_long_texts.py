@@ -76,10 +76,10 @@ def test_a_model_that_chooses_among_its_keys_has_a_limit_with_and_without_what_i
 def test_a_text_that_grows_to_where_attention_takes_another_kernel_stays_exact() -> None:
     with double(PATTERNS["max"]):
         model = Specimen("long", LONG_DENSE).build("float32")
-        assert "attention" not in routes_over(model, 1000, 3, 12)
+        assert "attention" not in routes_over(model, 1000, 3, 6)
         # Across the edge no chunk fits at every place.
-        assert BY_POSITION in routes_over(model, 1010, 3, 40)
-        assert routes_over(model, 1100, 3, 12).startswith("block, attention in chunks of 2")
+        assert BY_POSITION in routes_over(model, 1010, 3, 24)
+        assert routes_over(model, 1100, 3, 6).startswith("block, attention in chunks of 2")
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def test_the_mixers_are_the_modules_of_a_layer_that_are_handed_its_cache(name: s
     assert attached(model) == set()
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", MIXERS)
 def test_attaching_changes_no_parameter_and_no_plain_token(name: str) -> None:
     mix = MIXES[name]
@@ -90,6 +91,7 @@ def test_keeping_part_of_a_block_leaves_the_caches_of_single_steps(name: str, ke
     assert_same_cache(mine, want)
 
 
+@pytest.mark.part(7)
 @pytest.mark.parametrize("name", ["sliding", "hybrid", "mamba2", "cache_list", "chunked"])
 @pytest.mark.parametrize("split", [(2, 3), (1, 4), (3, 1, 1)], ids=str)
 def test_a_block_read_in_several_forwards_can_be_cut_inside_each_of_them(name: str, split: tuple[int, ...]) -> None:
@@ -168,6 +170,7 @@ def test_a_prompt_chunk_is_read_as_mlx_lm_reads_it(monkeypatch: pytest.MonkeyPat
     assert ours == calls
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("split", [(2, 3), (1, 4), (3, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", ["hybrid", "mamba", "chunked", "sliding"])
 def test_a_block_fed_in_several_forwards_is_kept_where_one_of_them_ended(name: str, split: tuple[int, ...]) -> None:

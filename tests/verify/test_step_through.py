@@ -68,7 +68,7 @@ def test_every_position_has_the_bits_of_a_one_token_forward_hidden_rows_too(mix:
             assert_same_bits(output.hidden[:, position : position + 1], hidden, f"hidden states at {where}")
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(4)
 @EVERY_MIX
 def test_keeping_n_tokens_leaves_the_cache_of_the_stock_loop(mix: Mix) -> None:
     oracle = mix.oracle()

@@ -73,14 +73,14 @@ def check(specimen: Specimen, plan: DoublePlan) -> None:
     assert diverging(finding) == list(finding.outcomes)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "name"), [(chip, name) for chip, names in SOON.items() for name in names])
 def test_exact_equals_the_stock_loop_where_stock_blocks_do_not(chip: str, name: str) -> None:
     check(ZOO[name], replace(QUICK, chips=(chip,)))
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", FORMATS, ids=str)
 def test_exact_equals_the_stock_loop_in_every_quantized_format(scheme: tuple[str, int, int]) -> None:
