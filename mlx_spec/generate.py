@@ -24,7 +24,7 @@ from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.speculators import select_speculator
 from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
-from mlx_spec.model.target import Target
+from mlx_spec.model.target import DRAWS, Target
 from mlx_spec.options import KIND_OF, Drafting, Options, RunKeywords, StepKeywords, TextKeywords, spelled_out
 from mlx_spec.pairing import load_drafter
 from mlx_spec.progress import prompt_listener, telling_progress
@@ -216,6 +216,9 @@ def _resolve_width(
     if width == 1:
         statistics.note(f"{origin} leaves no room for proposals, so {drafter.name} is idle")
         return FixedWidth(1, origin)
+    if routes.model_draws:
+        statistics.note(f"decoded plainly, {drafter.name} is idle: {DRAWS}")
+        return FixedWidth(1, "the model draws random numbers")
     route = routes.route(width, caches)
     statistics.verify_route = route.name
     if route == STEP_THROUGH and asked is None:

@@ -15,6 +15,12 @@ from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture, embedding_
 from mlx_spec.model.swap import own_class
 from mlx_spec.model.taps import attach, recording
 
+DRAWS = (
+    "the model draws random numbers in its forward, as dropout does in training, so a block cannot stand for single "
+    "tokens; call model.eval() to speculate"
+)
+"""Why `Target.draws` leaves plain decoding alone."""
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -44,11 +50,13 @@ class Target:
         model: the mlx-lm model, untouched but for the class of tapped layers.
         name: its architecture, e.g. "llama".
         has_weights: False while there are only shapes, so that nothing can be computed.
+        draws: a forward moved the thread's random state, as dropout does in training.
     """
 
     def __init__(self, model: nn.Module, has_weights: bool = True) -> None:
         self.model = model
         self.has_weights = has_weights
+        self.draws = False
         self.name = architecture(model)
 
     @property
@@ -74,12 +82,16 @@ class Target:
             Lazy: nothing is evaluated here.
         """
         more = {} if embeddings is None else {"input_embeddings": embeddings}
-        if not taps:
-            return TargetOutput(self.model(tokens, cache=caches, **more), None)
-        layers = [self.model.layers[index] for index in taps]
-        with recording(layers) as outputs:
-            logits = self.model(tokens, cache=caches, **more)
-        return TargetOutput(logits, mx.concatenate(outputs, axis=-1))
+        # Whoever draws puts another array there.
+        state = mx.random.state[0]  # type: ignore[index]
+        if taps:
+            with recording([self.model.layers[index] for index in taps]) as outputs:
+                logits = self.model(tokens, cache=caches, **more)
+            hidden = mx.concatenate(outputs, axis=-1)
+        else:
+            logits, hidden = self.model(tokens, cache=caches, **more), None
+        self.draws = self.draws or mx.random.state[0] is not state  # type: ignore[index]
+        return TargetOutput(logits, hidden)
 
     def attach_taps(self, taps: tuple[int, ...]) -> None:
         """Make the outputs of these layers recordable.

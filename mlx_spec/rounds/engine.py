@@ -13,7 +13,7 @@ from mlx_spec.cache.adopt import cache_arrays, state_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CacheChanged, CannotMix
-from mlx_spec.model.target import Target, TargetOutput
+from mlx_spec.model.target import DRAWS, Target, TargetOutput
 from mlx_spec.records import RoundRecord
 from mlx_spec.request import Request
 from mlx_spec.rounds.base import RoundLoop
@@ -306,7 +306,7 @@ class Engine:
         request = self._request
         with mx.stream(self._stream):
             self._finish(current)
-            if request.budget == 1 and not request.needs_last_append:
+            if request.budget == 1 and not self._needs_last_append:
                 return None
             return self._dispatch(current.choices.first(), None, width=1)
 
@@ -318,11 +318,19 @@ class Engine:
             self._finish(current)
             clock.lap("pack")
             if ending:
-                return self._dispatch(token.array, None, width=1) if request.needs_last_append else None
+                return self._dispatch(token.array, None, width=1) if self._needs_last_append else None
             self._show_drafter(current)
             clock.lap("shift")
             width = self._schedule.next(request.budget, request.quantization.room(request.caches))
+            if self._target.draws and width > 1:
+                # It was changed after the request was put together.
+                request.statistics.note(f"decoded plainly: {DRAWS}")
+                width = 1
             return self._dispatch(token.array, token.id, width)
+
+    @property
+    def _needs_last_append(self) -> bool:
+        return self._request.needs_last_append or self._target.draws
 
     def _show_drafter(self, current: OpenRound) -> None:
         """What was kept of a round, with its hidden states."""

@@ -63,6 +63,11 @@ class CertifiedRoutes:
         """What is known of the model as it was when the request began; a plain run asks for nothing."""
         return self._record.now()
 
+    @property
+    def model_draws(self) -> bool:
+        """See `Known.draws`."""
+        return self._known.draws
+
     def begin(self) -> None:
         """The first token is asked for, maybe long after the request was put together: look at the model again."""
         if "_known" in vars(self) and self._record.now() is not self._known:

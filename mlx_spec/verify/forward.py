@@ -12,7 +12,7 @@ from mlx import nn
 from mlx_spec.cache.adopt import cache_arrays, rows_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, InvalidRequest
-from mlx_spec.model.target import Target, TargetOutput
+from mlx_spec.model.target import DRAWS, Target, TargetOutput
 from mlx_spec.schedule import MAX_WIDTH
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.block import step_through, verify
@@ -88,6 +88,8 @@ def verify_forward(
     taps = _taps(target, capture)
     target.attach_taps(taps)
     routes = CertifiedRoutes(target, "exact", statistics)
+    if routes.model_draws:
+        raise InvalidRequest(f"{target.name} cannot verify a block: {DRAWS}.")
     return _Call(target, tokens, caches, taps, routes, statistics).opened_round()
 
 

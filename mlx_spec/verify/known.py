@@ -7,9 +7,13 @@ import threading
 import weakref
 from typing import Any
 
+import mlx.core as mx
 from mlx import nn
 
+from mlx_spec.cache.adopt import new_caches
 from mlx_spec.model.swap import swap_of
+from mlx_spec.model.target import Target
+from mlx_spec.sampling import random_state_kept
 from mlx_spec.verify import mixers
 from mlx_spec.verify.bindings import Bindings
 from mlx_spec.verify.certificate import Certificate
@@ -42,6 +46,18 @@ class Known:
     def block_limit(self) -> int | None:
         """See `lengths.block_limit`."""
         return block_limit(self._alive())
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether a forward draws random numbers, as dropout does in training: then no two of its calls agree.
+
+        Cost:
+            One forward of one token, of which nothing is evaluated.
+        """
+        target = Target(self._alive())
+        with random_state_kept():
+            target.forward(mx.zeros((1, 1), mx.uint32), new_caches(target.model))
+        return target.draws
 
     def certificate(self, situation: Situation) -> Certificate:
         """What the model was found to do with blocks in a situation; nothing is tried before it is asked."""
