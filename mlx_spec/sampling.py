@@ -69,6 +69,17 @@ def random_key() -> mx.array:
     return key
 
 
+def put_random_state(key: mx.array) -> None:
+    """Make the thread's random state stand at a [2] uint32 key. Nothing is read."""
+    mx.random.state[0][:] = key  # type: ignore[index]
+
+
+def random_state() -> mx.array:
+    """The thread's random state itself: whoever draws or seeds puts another array there."""
+    state: mx.array = mx.random.state[0]  # type: ignore[index]
+    return state
+
+
 def rewind_random_state(key: Sequence[int]) -> None:
     """Make the thread's random state stand at a key whose two words are known on the host."""
     mx.random.seed((key[0] << 32) | key[1])
@@ -81,7 +92,7 @@ def random_state_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        mx.random.state[0][:] = key  # type: ignore[index]
+        put_random_state(key)
 
 
 class OwnDraws:

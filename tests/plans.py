@@ -71,13 +71,13 @@ def spread(count: int, places: Sequence[int]) -> list[int]:
 
 
 def case_of(item: pytest.Item) -> Case:
-    """A test's parameters; a value that is no plain one is told by its place in the list of values."""
+    """A test's parameters; a value that is no plain one is told by which object it is."""
     called = getattr(item, "callspec", None)
     if called is None:
         return {}
     plain = str | int | float | bool | None
     return {
-        name: value if isinstance(value, plain) else f"value {called.indices[name]}"
+        name: value if isinstance(value, plain) else f"object {id(value)}"
         for name, value in called.params.items()
     }
 

@@ -23,6 +23,10 @@ def test_product(mix, width): pass
 @pytest.mark.parametrize("width", [2, 5, 8])
 def test_whole(mix, width): pass
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("after", [(1,), (2, 3), (4,)])
+def test_product_of_objects(mix, after): pass
+
 @pytest.mark.part(3)
 @pytest.mark.parametrize("row", [{"place": place} for place in range(9)])
 def test_rows(row): pass
@@ -63,7 +67,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> list[pytest.Item]:
     pytest.main(
         ["-q", "--collect-only", "-c", str(folder / "pytest.ini"), "-p", "no:cacheprovider", str(folder)], [collected]
     )
-    assert len(collected.items) == 9 + 9 + 9 + 2 + 2
+    assert len(collected.items) == 9 + 9 + 9 + 9 + 2 + 2
     return collected.items
 
 
@@ -80,6 +84,7 @@ def test_the_usual_plan_runs_every_value_and_what_is_marked(items: list[pytest.I
     assert counts(items, "test") == {
         "test_product": 3,
         "test_whole": 9,
+        "test_product_of_objects": 3,
         "test_rows": 3,
         "test_seconds": 1,
         "test_alone": 1,
@@ -94,6 +99,7 @@ def test_the_quick_plan_runs_one_case_of_each_that_is_not_slow_and_something_of_
     assert counts(items, "quick") == {
         "test_product": 1,
         "test_whole": 1,
+        "test_product_of_objects": 1,
         "test_rows": 1,
         "test_alone": 1,
         "test_seconds": 1,

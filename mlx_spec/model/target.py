@@ -14,6 +14,7 @@ from mlx_spec.errors import IncompatiblePair, UnknownAnatomy
 from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture, embedding_without_anatomy
 from mlx_spec.model.swap import own_class
 from mlx_spec.model.taps import attach, recording
+from mlx_spec.sampling import random_state
 
 DRAWS = (
     "the model draws random numbers in its forward, as dropout does in training, so a block cannot stand for single "
@@ -82,15 +83,14 @@ class Target:
             Lazy: nothing is evaluated here.
         """
         more = {} if embeddings is None else {"input_embeddings": embeddings}
-        # Whoever draws puts another array there.
-        state = mx.random.state[0]  # type: ignore[index]
+        state = random_state()
         if taps:
             with recording([self.model.layers[index] for index in taps]) as outputs:
                 logits = self.model(tokens, cache=caches, **more)
             hidden = mx.concatenate(outputs, axis=-1)
         else:
             logits, hidden = self.model(tokens, cache=caches, **more), None
-        self.draws = self.draws or mx.random.state[0] is not state  # type: ignore[index]
+        self.draws = self.draws or random_state() is not state
         return TargetOutput(logits, hidden)
 
     def attach_taps(self, taps: tuple[int, ...]) -> None:

@@ -152,6 +152,7 @@ class Engine:
                 while token.accepted:
                     current.ids.append(token.id)
                     emission, out = shape(self._emission(token)), current.out + 1
+                    current.lend_state(out)
                     # Nothing is called from here to the `yield`.
                     current.tx.certain = out
                     request.position += 1
@@ -162,11 +163,15 @@ class Engine:
                     self._look_again(current)
                     token, ending = self._take(current)
                 successor = self._advance(current, token, ending)
+            if current.reads_prompt:
+                self._tell_prompt_is_read(successor)
             self._count(current)
             if successor is not None:
                 self._keep(successor, token.id)
                 current = successor
             emission, open_round = shape(self._emission(token)), self._open
+            if successor is not None:
+                successor.lend_state(1)
             # Nothing is called from here to the `yield`.
             if successor is not None:
                 successor.tx.certain = 1
@@ -296,10 +301,19 @@ class Engine:
         with mx.stream(self._stream):
             token = current.choices.take(len(current.ids) - 1)
         clock.lap("accept")
-        request = self._request
-        if current.reads_prompt:
-            request.progress(request.prompt.length, request.prompt.length)
-        return token, request.receive(token.id)
+        if current.cut:
+            token = token._replace(accepted=False)
+        return token, self._request.receive(token.id)
+
+    def _tell_prompt_is_read(self, successor: OpenRound | None) -> None:
+        """The caller is told when the one-token loop tells it, with the next token under way."""
+        length = self._request.prompt.length
+        if successor is None:
+            self._request.progress(length, length)
+            return
+        successor.lend_state(1)
+        self._request.progress(length, length)
+        successor.take_state_back()
 
     def _pass_on(self, current: OpenRound) -> OpenRound | None:
         """Dispatch the next plain step on this one's token before that token is read."""
@@ -385,7 +399,8 @@ class Engine:
             rewind_random_state(cast(list[int], current.key.tolist()))
 
     def _look_again(self, current: OpenRound) -> None:
-        """The caller had the caches. In the middle of a block they are not its to change."""
+        """The caller had the caches and the random state. In the middle of a block the caches are not its to change."""
+        current.take_state_back()
         if current.tx.changed:
             raise CacheChanged(
                 f"the prompt cache was changed while a block of {current.width} tokens was open on it, so this run "

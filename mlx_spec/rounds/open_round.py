@@ -12,7 +12,7 @@ from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.model.target import TargetOutput
 from mlx_spec.records import RoundRecord
 from mlx_spec.rounds.walks import Walk
-from mlx_spec.sampling import Sampling
+from mlx_spec.sampling import Sampling, random_state
 from mlx_spec.verify.routes import Route
 
 
@@ -38,6 +38,8 @@ class OpenRound:
         stage_ms: host milliseconds per stage.
         walk: the target's choices, once its forward was built.
         first: what is read in place of `inputs`, where the prompt's last position has an embedding of its own.
+        lent: the random state as the caller got it with a token, while it has it; None where nothing was drawn ahead.
+        cut: somebody else drew since. What was chosen for later positions is not what the one-token loop would choose.
         thread: the thread that dispatched it, whose random state its keys belong to.
         kept: it was committed, and can still be revoked.
         record: what the statistics are told of it, once it is over.
@@ -58,6 +60,8 @@ class OpenRound:
     kept: bool = False
     record: RoundRecord | None = None
     read_again: int = 0
+    lent: mx.array | None = None
+    cut: bool = False
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -76,5 +80,16 @@ class OpenRound:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this thread is another one. Its random state is then nobody's to move."""
-        return self.thread != threading.get_ident()
+        """Whether this thread is another one, or its random state was moved by somebody else: nobody's to move then."""
+        moved = self.lent is not None and random_state() is not self.lent
+        return self.cut or moved or self.thread != threading.get_ident()
+
+    def lend_state(self, retained: int) -> None:
+        """The caller is going to have the thread: leave the random state where the one-token loop has it."""
+        lent = not self.cut and self.choices.lend_state(retained)
+        self.lent = random_state() if lent else None
+
+    def take_state_back(self) -> None:
+        """The caller asked for the next token."""
+        self.cut = self.cut or (self.lent is not None and self.is_foreign)
+        self.lent = None

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_spec import accept
 from mlx_spec.errors import NonFiniteLogits
 from mlx_spec.ops.argmax import ACCEPTED, FAULT, TOKENS, GreedyBlock, kernel_holds
-from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, random_key, rewind_random_state
+from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, put_random_state, random_key, rewind_random_state
 
 
 class Token(NamedTuple):
@@ -83,6 +83,14 @@ class Walk(abc.ABC):
     def rewind(self, retained: int) -> None:
         """Leave the random state where the one-token loop has it after `retained` of the inputs."""
 
+    def lend_state(self, retained: int) -> bool:
+        """Lazily put the random state where the one-token loop has it after `retained` of the inputs.
+
+        Returns whether more was drawn than that, so that what comes after it is of no use once somebody else draws.
+        """
+        del retained
+        return False
+
 
 class BlockWalk(Walk):
     """Every position is chosen before any is known to be kept; one host read tells all.
@@ -96,24 +104,24 @@ class BlockWalk(Walk):
         self._draws = sampling.draws
         self._choices: list[mx.array] = []
         self._logprobs: list[mx.array] = []
-        keys = []
+        self._keys: list[mx.array] = []
         for index in range(block.width):
             token, logprobs = block.choose(sampling, index)
             self._choices.append(token)
             self._logprobs.append(logprobs.squeeze(0))
             if self._draws:
-                keys.append(random_key())
-        self._packed = self._pack(keys)
+                self._keys.append(random_key())
+        self._packed = self._pack()
         self._read: list[int] | None = None
 
-    def _pack(self, keys: list[mx.array]) -> mx.array:
+    def _pack(self) -> mx.array:
         block = self._block
         choices = mx.concatenate(self._choices)[None].astype(mx.uint32)
         parts = [choices, holds_nan(block.logits).astype(mx.uint32)]
         if block.proposals is not None:
             accepted, _ = accept.walk(block.proposals, choices)
             parts.append(accepted[:, None].astype(mx.uint32))
-            parts.extend(key[None] for key in keys)
+            parts.extend(key[None] for key in self._keys)
         return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
     def take(self, index: int) -> Token:
@@ -131,9 +139,15 @@ class BlockWalk(Walk):
 
     def rewind(self, retained: int) -> None:
         width = self._block.width
-        if self._draws and retained < width:
+        if self._draws and width > 1:
             start = 2 * width + 1 + 2 * (retained - 1)
             rewind_random_state(self._host_read()[start : start + 2])
+
+    def lend_state(self, retained: int) -> bool:
+        if not self._draws or self._block.width == 1:
+            return False
+        put_random_state(self._keys[retained - 1])
+        return True
 
     def _accepted(self, read: list[int]) -> int:
         width = self._block.width
