@@ -147,6 +147,16 @@ def test_a_deepseek_draft_with_a_table_of_its_own_says_so(tmp_path: Path) -> Non
     assert not any("of its own" in sentence for sentence in shared.remarks)
 
 
+def test_a_block_file_that_names_no_block_wants_a_width_and_guesses_none() -> None:
+    with pytest.warns(UserWarning, match="so every run must name a width"):
+        drafter = block_files.edited("dflash", lambda content: content.pop("block_size"))
+    named = block_files.edited("dflash", lambda content: content.update(runtime_block_size=3, block_size=None))
+    for more in ({}, {"speculative": SpeculativeConfig(speculative_method="dflash")}):
+        with pytest.raises(InvalidRequest, match="names no block_size.*--draft-block-size.*num_speculative_tokens"):
+            generate_step(mx.array([1, 2, 3]), block_files.target().model, draft_model=drafter, **more)
+    assert named.default_width == 3
+
+
 @pytest.mark.slow
 @pytest.mark.part(2)
 @pytest.mark.parametrize("width", [2, 7, 16, 20])
