@@ -100,9 +100,7 @@ def load(
         _refuse_drafter(folder)
         changes = dict(model_config or {})
         check_target_files(folder, changes)
-        adapter = None if adapter_path is None else expanded(adapter_path)
-        if adapter is not None:
-            check_files(adapter)
+        adapter = _adapter_folder(adapter_path)
         tell("load", "loading the tokenizer", 1, 3)
         tokenizer = _tokenizer(folder, tokenizer_config or {}, changes)
         tell("load", "loading the model", 2, 3)
@@ -114,6 +112,15 @@ def load(
         tell("load", "loaded", 3, 3)
     record_of(model).tokenizer = tokenizer
     return model, tokenizer
+
+
+def _adapter_folder(path: str | Path | None) -> Path | None:
+    """Where adapters are, once its files were looked at."""
+    if path is None:
+        return None
+    folder = expanded(path)
+    check_files(folder)
+    return folder
 
 
 def _tokenizer(folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> TokenizerWrapper:
