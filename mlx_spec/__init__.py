@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if sys.argv[:1] == ["-m"] or sys.argv and sys.argv[0].rpartition("/")[2].startswith("mlx_spec."):
+    # One of the commands begins, and the modules it needs take seconds to read.
+    from mlx_spec.starting import answer_interrupts
+
+    answer_interrupts()
 
 if TYPE_CHECKING:
     from mlx_spec import drafters, errors

@@ -17,7 +17,7 @@ from mlx_spec.ops.attention import KeyStretch
 from mlx_spec.ops.choose import Subject, distinct, relative_cost
 from mlx_spec.pairing import load_without_tokenizer
 from mlx_spec.stats import Statistics
-from mlx_spec.terminal import checked, ending_well, leave
+from mlx_spec.terminal import Flags, checked, ending_well, leave
 from mlx_spec.verify.certified_routes import CertifiedRoutes
 from mlx_spec.verify.record import record_of
 from mlx_spec.verify.trial import Situation
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where every width is left to step-through; 2 where the model cannot be loaded; 130 after Ctrl-C.
     """
-    flags = argparse.ArgumentParser(
+    flags = Flags(
         prog="python -m mlx_spec.certify",
         description="Find out by which routes a block of tokens gives the bits of one-token decode on this machine.",
     )

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from mlx_spec.drafters import KNOWN_DRAFTER_KINDS
 from mlx_spec.drafters.checkpoint import one_line
 from mlx_spec.drafters.quantization import DEFAULTS, parse_short
 from mlx_spec.drafters.registry import check_kind
+from mlx_spec.environment import expanded
 from mlx_spec.errors import InvalidRequest, MlxSpecError, UnsupportedOption
 from mlx_spec.generate import stream_generate
 from mlx_spec.options import OPTION_FLAGS, Options, SamplingFlags
@@ -32,7 +32,7 @@ from mlx_spec.pairing import load, load_drafter
 from mlx_spec.rendering import bounded, require_bounded_operators
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.stats import Statistics
-from mlx_spec.terminal import Report, Shown, checked, ending_well, leave, read_stdin, write_text
+from mlx_spec.terminal import Flags, Report, Shown, checked, ending_well, leave, read_stdin, write_text
 
 _REFUSED = {
     "trust_remote_code": "--trust-remote-code is refused: no code from a checkpoint is ever run here.",
@@ -43,7 +43,7 @@ _REFUSED = {
 
 def parser() -> argparse.ArgumentParser:
     """All flags: mlx-lm's under mlx-lm's names, and ours."""
-    flags = argparse.ArgumentParser(
+    flags = Flags(
         prog="python -m mlx_spec.generate",
         description="Generate text with several tokens per forward and without changing one of them. "
         "Without --model the embedded demo pair runs.",
@@ -216,8 +216,7 @@ def _run(args: argparse.Namespace, course: _Course) -> int:
     _check_numbers(args)
     if args.seed is not None:
         # Before loading, as mlx-lm does: making a model draws from the random state.
-        with _told_as("--seed"):
-            mx.random.seed(args.seed)
+        mx.random.seed(args.seed)
     course.report = Report(args.stats_json, "--stats-json")
     try:
         job, drafter = _load(args, course.shown)
@@ -280,9 +279,8 @@ def _load(args: argparse.Namespace, shown: Shown) -> tuple[_Job, Any]:
         check_weights=args.check_weights,
         progress=shown,
     )
-    for token in args.extra_eos_token:
-        with _told_as("--extra-eos-token"):
-            tokenizer.add_eos_token(token)
+    for word in args.extra_eos_token:
+        _add_end(tokenizer, word)
     if args.use_default_chat_template:
         _take_default_template(tokenizer)
     drafter = None
@@ -290,6 +288,16 @@ def _load(args: argparse.Namespace, shown: Shown) -> tuple[_Job, Any]:
         drafter = load_drafter(draft_model, target=model, kind=args.draft_kind, quantize=quantize)
     key = cast(list[int], random_key().tolist())
     return _Job(model, tokenizer, _prompt_ids(args, tokenizer), args, key), drafter
+
+
+def _add_end(tokenizer: Any, word: str) -> None:
+    """As mlx-lm reads the flag: a token, or its id. What is neither is told; mlx-lm lets it stand for what it may."""
+    with _told_as("--extra-eos-token"):
+        tokenizer.add_eos_token(word)
+    ids, number = tokenizer.get_vocab(), word.removeprefix("-").isdigit()
+    if (int(word) not in ids.values()) if number else word not in ids:
+        effect = "it has no effect" if number else f"as in mlx-lm it stands for {tokenizer.unk_token}"
+        _say(f"warning: --extra-eos-token {word!r} is no token of this tokenizer nor the id of one; {effect}")
 
 
 def _take_default_template(tokenizer: Any) -> None:
@@ -341,11 +349,11 @@ _SAVE_ONE = "Save a prompt cache with mlx-lm: python -m mlx_lm cache_prompt --pr
 
 
 def _read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, str]]:
-    file = args.prompt_cache_file
-    if not Path(file).is_file():
+    file = expanded(args.prompt_cache_file)
+    if not file.is_file():
         raise InvalidRequest(f"--prompt-cache-file {file}: there is no such file. {_SAVE_ONE}")
     try:
-        caches, metadata = load_prompt_cache(file, return_metadata=True)
+        caches, metadata = load_prompt_cache(str(file), return_metadata=True)
         return caches, dict(metadata)
     except _UNREADABLE as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from mlx_spec.arguments import PATH, require
+from mlx_spec.environment import expanded
 from mlx_spec.errors import InvalidRequest
 
 SpeculativeMethod = Literal["eagle", "mtp", "dflash", "dflash2"]
@@ -261,11 +263,12 @@ class SpeculativeConfig(BaseModel):
 
         Raises:
             OSError: the file cannot be read.
-            InvalidRequest: it is not YAML, or has no such section.
+            InvalidRequest: it is not YAML, or has no such section, or `path` is no path.
             ValueError: the section's fields are wrong (pydantic's ValidationError).
         """
+        require("path", path, PATH, "the path of a YAML file")
         try:
-            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            document = yaml.safe_load(expanded(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{path} must be YAML in UTF-8, got: {error}. Mend the file there.") from error
         return cls.from_mapping(document, source=str(path))

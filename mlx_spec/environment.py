@@ -21,13 +21,21 @@ def cache_folder() -> Path | None:
     return home / ".cache" / "mlx_spec"
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path in which a leading `~` is the user's home, where there is one: a shell leaves it in many places."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def certificate_folder() -> Path | None:
     """The folder for certificates; None where they are not to be kept."""
     named = os.environ.get(CERTIFICATES, "")
     if named.lower() == "off":
         return None
     if named:
-        return Path(named)
+        return expanded(named)
     folder = cache_folder()
     return None if folder is None else folder / "certificates"
 

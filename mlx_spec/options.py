@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import operator
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypedDict, TypeVar, get_type_hints
 
@@ -14,6 +12,7 @@ from mlx import nn
 from mlx_lm.generate import generation_stream
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SkipValidation, ValidationError
 
+from mlx_spec.arguments import refusal, whole
 from mlx_spec.config import SpeculativeConfig, SpeculativeMethod
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.errors import InvalidRequest, UnknownKeyword, UnsupportedOption
@@ -66,13 +65,6 @@ class TextKeywords(StepKeywords, total=False):
     stop: str | Iterable[str]
 
 
-def _whole(value: Any) -> Any:
-    """A whole number of any library, as Python's own; what merely passes for one is left for pydantic to refuse."""
-    if isinstance(value, bool | mx.array) or not hasattr(value, "__index__"):
-        return value
-    return operator.index(value)
-
-
 def _several(value: Any) -> Any:
     single = isinstance(value, str | bytes | mx.array) or not isinstance(value, Iterable)
     return value if single else tuple(value)
@@ -80,14 +72,14 @@ def _several(value: Any) -> Any:
 
 def _several_ids(value: Any) -> Any:
     several = _several(value)
-    return tuple(map(_whole, several)) if isinstance(several, tuple) else several
+    return tuple(map(whole, several)) if isinstance(several, tuple) else several
 
 
 def _several_strings(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _several(value)
 
 
-_Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
+_Whole = Annotated[int, BeforeValidator(whole), Field(strict=True)]
 _Id = Annotated[int, Field(strict=True, ge=0)]
 _Word = Annotated[str, Field(strict=True, min_length=1)]
 _Function = Callable[..., Any]
@@ -152,17 +144,17 @@ class Options(BaseModel):
             options = cls(**keywords)
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
-            raise InvalidRequest(_refusal(name, keywords[name])) from None
+            raise _refusal(name, keywords[name]) from None
         options._check()
         return options
 
     def _check(self) -> None:
         if self.kv_bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise InvalidRequest(_refusal("kv_bits", self.kv_bits))
+            raise _refusal("kv_bits", self.kv_bits)
         if self.kv_group_size not in (32, 64, 128):
-            raise InvalidRequest(_refusal("kv_group_size", self.kv_group_size))
+            raise _refusal("kv_group_size", self.kv_group_size)
         if self.prompt_cache is not None and not isinstance(self.prompt_cache, list | tuple):
-            raise InvalidRequest(_refusal("prompt_cache", self.prompt_cache))
+            raise _refusal("prompt_cache", self.prompt_cache)
         if self.speculative is not None:
             self._check_config(self.speculative)
         self.asked_width()
@@ -238,6 +230,7 @@ class SamplingFlags(BaseModel):
     top_k: int = Field(ge=0, description="a number of tokens, or 0 for all")
     xtc_probability: _Share = Field(description="a probability, 0 to 1")
     xtc_threshold: float = Field(ge=0, le=0.5, description="a probability, 0 to 0.5")
+    seed: int | None = Field(ge=0, lt=2**64, description="a whole number, 0 to 2^64 - 1")
 
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> Self:
@@ -254,14 +247,8 @@ class SamplingFlags(BaseModel):
             raise InvalidRequest(f"--{name.replace('_', '-')} is {wanted}; got {flags[name]}.") from None
 
 
-def _refusal(name: str, got: object) -> str:
-    return f"{name} is {Options.model_fields[name].description}; got {' '.join(_shown(got).split())}."
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, mx.array | nn.Module):
-        return f"a {type(value).__name__}"
-    return reprlib.repr(value)
+def _refusal(name: str, got: object) -> InvalidRequest:
+    return refusal(name, str(Options.model_fields[name].description), got)
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

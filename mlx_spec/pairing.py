@@ -15,9 +15,11 @@ from mlx import nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_spec.arguments import FUNCTION, PATH, require, require_or_none, whole_numbers
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, TENSOR_PATTERN, one_line, read_config, telling, tensor_names
 from mlx_spec.drafters.ngram import NgramDrafter
+from mlx_spec.drafters.quantization import wanted_format
 from mlx_spec.drafters.registry import (
     check_target,
     drafter_family,
@@ -25,13 +27,25 @@ from mlx_spec.drafters.registry import (
     resolve_family,
     validate_drafter_compatibility,
 )
+from mlx_spec.environment import expanded
 from mlx_spec.errors import CheckpointError, ModelNotFound, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.progress import Progress, tell, telling_progress
-from mlx_spec.soundness import Blueprint, check_files, check_settings, check_target_files, require_finite
+from mlx_spec.soundness import (
+    Blueprint,
+    check_arguments,
+    check_built,
+    check_files,
+    check_settings,
+    check_target_files,
+    require_finite,
+    telling_zeros,
+)
 from mlx_spec.verify.record import record_of
 
 NGRAM = "ngram"
+
+_WHERE = "the path of a folder or a hub id"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -44,7 +58,7 @@ def load(
     *,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
-    adapter_path: str | None = None,
+    adapter_path: str | Path | None = None,
     lazy: bool = False,
     revision: str | None = None,
     check_weights: bool = False,
@@ -70,19 +84,27 @@ def load(
         ModelNotFound: no such folder or repository, or it could not be downloaded.
         CheckpointError: its files are damaged, or ask for what cannot be, or mlx-lm cannot load it (the cause is
             attached), or it is a drafter's.
+        InvalidRequest: an argument is of another kind.
     """
+    require("path_or_id", path_or_id, PATH, _WHERE)
+    require_or_none("tokenizer_config", tokenizer_config, Mapping, "a dict of settings")
+    require_or_none("model_config", model_config, Mapping, "a dict of settings")
+    require_or_none("adapter_path", adapter_path, PATH, "the path of a folder")
+    require_or_none("revision", revision, str, "the name of a branch, tag or commit")
+    require("lazy", lazy, bool, "True or False")
+    require("check_weights", check_weights, bool, "True or False")
+    require_or_none("progress", progress, FUNCTION, "a function that is told each Step")
     with telling_progress(progress):
         tell("load", "looking at the files", 0, 3)
         folder = _target_folder(path_or_id, revision)
         _refuse_drafter(folder)
         changes = dict(model_config or {})
         check_target_files(folder, changes)
-        if adapter_path is not None:
-            check_files(Path(adapter_path))
+        adapter = _adapter_folder(adapter_path)
         tell("load", "loading the tokenizer", 1, 3)
         tokenizer = _tokenizer(folder, tokenizer_config or {}, changes)
         tell("load", "loading the model", 2, 3)
-        model = _model(folder, changes, adapter_path)
+        model = _model(folder, changes, adapter)
         if not lazy:
             evaluate_arrays(model)
         if check_weights:
@@ -90,6 +112,15 @@ def load(
         tell("load", "loaded", 3, 3)
     record_of(model).tokenizer = tokenizer
     return model, tokenizer
+
+
+def _adapter_folder(path: str | Path | None) -> Path | None:
+    """Where adapters are, once its files were looked at."""
+    if path is None:
+        return None
+    folder = expanded(path)
+    check_files(folder)
+    return folder
 
 
 def _tokenizer(folder: Path, settings: Mapping[str, Any], changes: Mapping[str, Any]) -> TokenizerWrapper:
@@ -103,7 +134,7 @@ def _tokenizer(folder: Path, settings: Mapping[str, Any], changes: Mapping[str, 
         return mlx_lm_utils.load_tokenizer(folder, given, eos_token_ids=ends)
 
 
-def _model(folder: Path, changes: dict[str, Any], adapter_path: str | None = None) -> nn.Module:
+def _model(folder: Path, changes: dict[str, Any], adapter: Path | None = None) -> nn.Module:
     """As `mlx_lm.load` gives it, its weights left on disk until they are used."""
     blueprint = Blueprint()
 
@@ -112,7 +143,10 @@ def _model(folder: Path, changes: dict[str, Any], adapter_path: str | None = Non
         model_class, args_class = mlx_lm_utils._get_classes(config)
 
         def build(args: Any) -> nn.Module:
-            made = model_class(args)
+            check_arguments(args, folder)
+            with telling_zeros(args, folder):
+                made = model_class(args)
+            check_built(made, folder)
             blueprint.note(made)
             return made
 
@@ -121,8 +155,8 @@ def _model(folder: Path, changes: dict[str, Any], adapter_path: str | None = Non
     with telling(folder):
         model, _ = mlx_lm_utils.load_model(folder, lazy=True, model_config=changes, get_model_classes=classes)
         blueprint.require_floats(model, folder)
-        if adapter_path is not None:
-            model = mlx_lm_utils.load_adapters(model, adapter_path)
+        if adapter is not None:
+            model = mlx_lm_utils.load_adapters(model, str(adapter))
             model.eval()
     return model
 
@@ -168,7 +202,9 @@ def target_without_weights(path_or_id: str | Path) -> Target:
         raise UnsupportedOption(f"{folder / CONFIG_NAME}: model_type is {model_type!r}, for which mlx-lm has no module")
     with telling(folder):
         module = import_module(f"mlx_lm.models.{name}")
-        return Target(module.Model(module.ModelArgs.from_dict(config)), has_weights=False)
+        args = module.ModelArgs.from_dict(config)
+        check_arguments(args, folder)
+        return Target(module.Model(args), has_weights=False)
 
 
 def _module_name(model_type: str, architectures: object) -> str:
@@ -191,7 +227,7 @@ def load_drafter(
     target: nn.Module | Target,
     kind: str | None = None,
     taps: Sequence[int] | None = None,
-    quantize: Mapping[str, Any] | None = None,
+    quantize: Mapping[str, Any] | str | int | None = None,
 ) -> Drafter:
     """Load a drafter for a target, and refuse it if the two do not fit.
 
@@ -203,7 +239,7 @@ def load_drafter(
         kind: one of KNOWN_DRAFTER_KINDS. The checkpoint's own word wins, with a warning.
         taps: 0-based target layers whose outputs the drafter reads, instead of those its config lists.
         quantize: `group_size`, `bits` and, if it is not "affine", `mode` of one of mlx's formats, to quantize the
-            drafter's matrices once they are loaded.
+            drafter's matrices once they are loaded; or short, as at the command line: 4, "4,32", "mxfp4".
 
     Raises:
         ModelNotFound: no such folder or repository, or it could not be downloaded.
@@ -213,13 +249,19 @@ def load_drafter(
         IncompatiblePair: hidden size, vocabulary or layers do not fit, or a language model's tokens are not those of
             the tokenizer that `load` gave with the target; names both values.
         UnknownAnatomy: nothing is known about the parts of the target that the drafter needs.
+        InvalidRequest: an argument is of another kind.
 
     Warns:
         UserWarning: `kind` contradicts the checkpoint; keys or tensors that are ignored.
     """
+    require("path_or_id", path_or_id, PATH, f'{_WHERE}, or "{NGRAM}"')
+    require("target", target, (nn.Module, Target), "a model", "load gives a model and a tokenizer: give the model.")
+    require_or_none("kind", kind, str, "the name of a kind")
+    taps = None if taps is None else whole_numbers("taps", taps, "a list of layers of the target, counted from 0")
+    form = wanted_format(quantize)
     tell("load", "loading the drafter", 0, 1)
     paired = target if isinstance(target, Target) else Target(target)
-    drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": quantize})
+    drafter = _drafter(path_or_id, paired, kind, {"taps": taps, "quantize": form})
     validate_drafter_compatibility(drafter, paired)
     drafter.check_tokenizer(record_of(paired.model).tokenizer)
     tell("load", "loaded the drafter", 1, 1)
@@ -243,14 +285,14 @@ def _drafter(path_or_id: str | Path, target: Target, kind: str | None, options: 
     check_target(family, target)
     drafter = module.load(folder, target, **options)
     drafter.architecture = family.architecture
-    drafter.name = folder.name if Path(path_or_id).exists() else str(path_or_id)
+    drafter.name = folder.name if expanded(path_or_id).exists() else str(path_or_id)
     return drafter
 
 
 def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) -> Path:
     """The local folder, downloaded if need be. Of a target's own repository the prediction layer's shards alone are."""
     folder = settings_folder(path_or_id)
-    if _expanded(path_or_id).is_dir():
+    if expanded(path_or_id).is_dir():
         return folder
     # Families are imported when one of their drafters is wanted: it takes a while, and most programs want one or none.
     from mlx_spec.drafters.mtp.files import files_to_fetch
@@ -261,7 +303,7 @@ def _drafter_folder(path_or_id: str | Path, target: Target, kind: str | None) ->
 
 def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
     """The local folder, downloaded if need be."""
-    local = _expanded(path_or_id)
+    local = expanded(path_or_id)
     if local.is_dir():
         return local
     if local.exists():
@@ -273,11 +315,3 @@ def _folder(path_or_id: str | Path, patterns: Sequence[str], revision: str | Non
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = one_line(error)
     raise ModelNotFound(f"no folder {str(path_or_id)!r}, and the hub does not give it: {reason}")
-
-
-def _expanded(path_or_id: str | Path) -> Path:
-    """A path in which `~` is the user's home, where there is one."""
-    try:
-        return Path(path_or_id).expanduser()
-    except RuntimeError:
-        return Path(path_or_id)

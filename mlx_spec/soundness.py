@@ -6,11 +6,15 @@ broken or hostile folder would hang, fill the memory, or end in an error about s
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import mlx.core as mx
 from mlx import nn
@@ -21,6 +25,7 @@ from mlx_spec.drafters.checkpoint import (
     CONFIG_NAME,
     WEIGHTS_PATTERN,
     indexed_names,
+    one_line,
     read_config,
     read_object,
     require_bounded,
@@ -40,6 +45,11 @@ _NAMED_MODULES = {"tool_parser_type": "mlx_lm.tool_parsers", "chat_template_type
 _LAYERS = re.compile(r"(n|num|number_of)_.*(layer|block)s?|depth")
 _PER_LAYER = re.compile(r"layer|block|pattern")
 _SIZES = re.compile(r"size|dim|head|expert|rank|width|embd|d_model|inner|channel|group")
+_NUMBERS = re.compile(r"rope_theta|\w*_eps(ilon)?")
+_ROPE = re.compile(r"rope_(scaling|parameters)\b")
+_NUMBERS_OF_ROPE = re.compile(r"factor|theta|beta|mscale|max_position")
+_ONE_NUMBER = re.compile(r"theta|eps")
+_NEVER_ZERO = re.compile(r"head_dim|heads|hidden_size|vocab_size|intermediate_size")
 _ABOUT_PACKING = ("quantization", "quantization_config", "compression_config")
 
 MOST_LAYERS = 1024
@@ -129,10 +139,20 @@ def _odd_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         name = key.rpartition(".")[2]
         if isinstance(value, str | list) and _PER_LAYER.search(name) and len(value) > 4 * MOST_LAYERS:
             yield key, f"{len(value)} entries long", f"at most {4 * MOST_LAYERS}"
+        of_rope = _ROPE.search(key) and _NUMBERS_OF_ROPE.search(name)
+        if (of_rope or _NUMBERS.fullmatch(name)) and (isinstance(value, str) or _is_endless(value)):
+            yield key, value, _A_NUMBER
+        if isinstance(value, str | list) and _ROPE.fullmatch(name):
+            yield key, value, "an object"
         if isinstance(value, int | float) and value > LARGEST_SIZE and _SIZES.search(name):
             yield key, value, f"at most {LARGEST_SIZE}"
         if isinstance(value, int | float) and value > MOST_LAYERS and _LAYERS.fullmatch(name):
             yield key, value, f"at most {MOST_LAYERS}"
+
+
+def _is_endless(value: object) -> bool:
+    """NaN or infinite."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,6 +214,130 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 # What mlx-lm made of them
+
+
+def check_arguments(args: object, folder: Path) -> None:
+    """Refuse what mlx-lm made of a config where it holds something else than the kind of number mlx-lm says it reads.
+
+    What a model does not read is in none of them, so that it may be anything.
+
+    Args:
+        args: an object of a model's own dataclass, as mlx-lm keeps its settings.
+        folder: for messages.
+
+    Raises:
+        CheckpointError: names the setting, what it is and what was expected.
+    """
+    problems = [f"{key} is {_shown(value)}, expected {wanted}" for key, value, wanted in _odd_arguments(args)]
+    if problems:
+        raise CheckpointError(f"{folder / CONFIG_NAME}: {_several(problems)}.")
+
+
+def check_built(model: nn.Module, folder: Path) -> None:
+    """`check_arguments` of all that the parts of a model were built from: of a model inside another one too.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    kept = (each for module in model.modules() for each in vars(module).values())
+    for args in {id(each): each for each in kept if is_dataclass(each) and not isinstance(each, type)}.values():
+        check_arguments(args, folder)
+
+
+@contextmanager
+def telling_zeros(args: object, folder: Path) -> Iterator[None]:
+    """Whatever fails while a model is built of these: sizes of zero, which some models take for unsaid, are named.
+
+    Raises:
+        CheckpointError: with the error as its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        zeros = list(_zeros(args))
+        if not zeros:
+            raise
+        said = " and ".join(f"{name} is 0" for name in zeros)
+        failure = f"mlx-lm cannot build it: {type(error).__name__}: {one_line(error)}"
+        raise CheckpointError(f"{folder / CONFIG_NAME}: {said}, and {failure}") from error
+
+
+_A_NUMBER = "a number"
+
+
+def _zeros(args: object) -> Iterator[str]:
+    for field in _fields(args):
+        value = _value(args, field)
+        if isinstance(value, dict) and _ROPE.search(field.name):
+            numbers = _settings(value, f"{field.name}.")
+            yield from (key for key, number in numbers if number == 0 and _NUMBERS_OF_ROPE.search(key))
+        elif value == 0 and _NEVER_ZERO.search(field.name):
+            yield field.name
+
+
+def _fields(args: object) -> tuple[Field[Any], ...]:
+    return fields(args) if is_dataclass(args) else ()
+
+
+def _value(args: object, field: Field[Any]) -> Any:
+    return getattr(args, field.name, None)
+
+
+def _odd_arguments(args: object) -> Iterator[tuple[str, Any, str]]:
+    try:
+        kinds = get_type_hints(type(args))
+    except (NameError, TypeError, AttributeError):  # it names what is not there when it runs
+        return
+    layers = getattr(args, "num_hidden_layers", 0)
+    layers = layers if isinstance(layers, int) else 0
+    for field in _fields(args):
+        value, options = _value(args, field), _options(kinds.get(field.name, Any))
+        wanted = None
+        if value is None:
+            required = NoneType not in options and field.default is not None and _ONE_NUMBER.search(field.name)
+            wanted = _A_NUMBER if required and _are(options, (int, float)) else None
+        elif _are(options, (int, float)):
+            wanted = _wanted_of_number(field, value, layers)
+        elif _are(options, (dict,)):
+            wanted = None if isinstance(value, Mapping) else "an object"
+        if wanted is not None:
+            yield field.name, value, wanted
+
+
+def _wanted_of_number(field: Field[Any], value: object, layers: int) -> str | None:
+    """What would have been expected in place of a value, where it cannot be."""
+    # A number may differ from layer to layer, whatever the annotation says.
+    several = isinstance(value, list | tuple) and len(value) >= layers > 0
+    for each in value if several else [value]:  # type: ignore[attr-defined]
+        wanted = _wanted_of_one(field, each)
+        if wanted is not None:
+            return wanted
+    return None
+
+
+def _wanted_of_one(field: Field[Any], value: object) -> str | None:
+    if not isinstance(value, int | float):
+        return _A_NUMBER
+    if _is_endless(value) and value != field.default:
+        return _A_NUMBER
+    # -1 is a way to say that there is none.
+    least = 0 if _NEVER_ZERO.search(field.name) else -1
+    of_size = _SIZES.search(field.name) or "window" in field.name
+    return f"at least {least}" if of_size and value < least else None
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The kinds that an annotation allows, without their parameters."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return tuple(get_origin(each) or each for each in get_args(kind))
+    return (origin or kind,)
+
+
+def _are(options: Iterable[Any], kinds: tuple[type, ...]) -> bool:
+    """Whether these kinds are all that is allowed, besides None."""
+    given = [option for option in options if option is not NoneType]
+    return bool(given) and all(option in kinds for option in given)
 
 
 class Blueprint:

@@ -11,34 +11,37 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlx_spec.arguments import PATH, require
 from mlx_spec.drafters.checkpoint import CONFIG_NAME, read_config
 from mlx_spec.drafters.mtp.files import place_alone
 from mlx_spec.drafters.mtp.model import MtpDrafter
 from mlx_spec.drafters.mtp.weights import file_name
-from mlx_spec.drafters.quantization import DEFAULTS
+from mlx_spec.drafters.quantization import DEFAULTS, wanted_format
+from mlx_spec.environment import expanded
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.pairing import load_drafter, settings_folder, target_without_weights
-from mlx_spec.terminal import REFUSED, checked, ending_well, leave
+from mlx_spec.terminal import Flags, checked, ending_well, leave
 
 _ABOUT_THE_WHOLE = ("quantization", "quantization_config", "architectures", "auto_map", "block_size")
 """Settings that are not the prediction layer's."""
 
 
-def split(source: str | Path, out: Path, quantize: Mapping[str, Any] | None = None) -> Path:
+def split(source: str | Path, out: str | Path, quantize: Mapping[str, Any] | str | int | None = None) -> Path:
     """Read the prediction layer of a checkpoint and write a folder that `load_drafter` reads.
 
     Args:
         source: a folder or a hub id; of a hub repository only the shards with the layer are downloaded.
         out: folder to write; must not exist, or be empty.
-        quantize: `group_size`, `bits` and `mode`; None keeps the weights as they are, 8-bit floats with scales as
-            bfloat16.
+        quantize: as `load_drafter` takes it; None keeps the weights as they are, 8-bit floats with scales as bfloat16.
 
     Raises:
-        InvalidRequest: `out` holds something.
+        InvalidRequest: `out` holds something, or an argument is of another kind.
         UnsupportedOption: the source is another kind of drafter, mlx-lm does not know the model, or nothing can be
             quantized so.
         ModelNotFound, CheckpointError, IncompatiblePair: as in `load_drafter`.
     """
+    require("out", out, PATH, "the path of a folder to write")
+    out, quantize = expanded(out), wanted_format(quantize)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidRequest(f"{out} exists and is not an empty folder. Name another one, or remove it.")
     target = target_without_weights(source)
@@ -73,9 +76,9 @@ def _config(source: dict[str, Any], drafter: MtpDrafter, quantize: Mapping[str, 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command = argparse.ArgumentParser(prog="python -m mlx_spec.split_mtp", description=__doc__)
+    command = Flags(prog="python -m mlx_spec.split_mtp", description=__doc__)
     command.add_argument("source", metavar="SRC", help="the model's original checkpoint: a folder or a hub id")
-    command.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    command.add_argument("out", metavar="OUT", help="folder to write")
     command.add_argument("--bits", type=int, help="quantize to this many bits per weight")
     command.add_argument("--group-size", type=int, help="weights that share a scale")
     command.add_argument("--mode", choices=list(DEFAULTS), help="how to quantize")
@@ -99,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote {out}. Use it with --draft-model {out}")
         return 0
 
-    status = ending_well(work)
-    return 1 if status == REFUSED else status
+    return ending_well(work)
 
 
 if __name__ == "__main__":

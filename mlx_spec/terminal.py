@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -10,12 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TaskID
 
+from mlx_spec.environment import expanded
 from mlx_spec.errors import InvalidRequest, MlxSpecError
 from mlx_spec.files import Replacement
 from mlx_spec.progress import Step
@@ -58,6 +60,35 @@ def ending_well(work: Callable[[], int], interrupted: Callable[[], None] | None 
     except (MlxSpecError, OSError) as error:
         tell_error(error, speaker)
         return REFUSED
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a command. What is wrong with one is told in one line, without the list of all of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # What argparse calls these kinds of value by in its refusals.
+        self.register("type", int, _whole)
+        self.register("type", float, _number)
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and end the process with `REFUSED`."""
+        tell_error(InvalidRequest(f"{message.rstrip('.')}. See {self.prog} --help."))
+        raise SystemExit(REFUSED)
+
+
+def _whole(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted a whole number, got {word!r}") from None
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted a number, got {word!r}") from None
 
 
 def checked(arguments: Sequence[str] | None) -> list[str]:
@@ -230,7 +261,7 @@ class Report:
     """
 
     def __init__(self, file: str | None, flag: str) -> None:
-        self._path = None if file is None else Path(file)
+        self._path = None if file is None else expanded(file)
         self._name = f"{flag} {file}"
         self._made: Replacement | None = None
         if self._path is None:

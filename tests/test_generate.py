@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 import mlx_spec
 from mlx_spec import Statistics, generate_step, speculative_generate_step, stream_generate
 from mlx_spec.cache.adopt import tokens_held
-from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
+from mlx_spec.drafters import CallableDrafter, Drafter
 from tests.bits import assert_same_bits
 from tests.checkpoints import BYTE_VOCAB, EOS_ID, ascii_tokenizer, byte_tokenizer, tiny_model
 from tests.drafters import eagle3_files
@@ -235,15 +235,10 @@ def test_a_warm_cache_is_continued_and_a_drafter_that_missed_it_says_so() -> Non
     assert f"the drafter has not seen the {held} tokens already in the cache" in statistics.notes
 
 
-@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["nobody", "ngram"])
-def test_nothing_is_said_of_a_warm_cache_that_no_drafter_reads(drafter: Drafter | None) -> None:
+def test_nothing_is_said_of_a_warm_cache_where_nobody_drafts() -> None:
     warm = run_stock(ASCII_MODEL, PROMPT, 6).cache_after(6)
     statistics = Statistics()
-    list(
-        generate_step(
-            mx.array([7]), ASCII_MODEL, draft_model=drafter, max_tokens=2, prompt_cache=warm, statistics=statistics
-        )
-    )
+    list(generate_step(mx.array([7]), ASCII_MODEL, max_tokens=2, prompt_cache=warm, statistics=statistics))
     assert statistics.notes == []
 
 

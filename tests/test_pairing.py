@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from mlx import nn
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_spec import pairing
@@ -228,7 +229,7 @@ def test_taps_given_by_the_caller_are_checked_against_the_target() -> None:
 
 
 def test_a_target_of_unknown_anatomy_is_refused() -> None:
-    class Stranger:
+    class Stranger(nn.Module):
         layers = (None,) * 8
 
     with pytest.raises(UnknownAnatomy):

@@ -114,7 +114,7 @@ def test_the_command_writes_says_where_and_refuses_in_one_line(tmp_path: Path) -
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ran.stdout == f"wrote {tmp_path / 'out'}. Use it with --draft-model {tmp_path / 'out'}\n"
     again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert again.stderr.startswith("error: ")
     assert "is not an empty folder" in again.stderr
     assert again.stderr.count("\n") == 1
@@ -129,7 +129,7 @@ def test_the_commands_flags_reach_the_weights(tmp_path: Path) -> None:
         {"bits": 8, "group_size": 32, "mode": "affine"},
         {"bits": 4, "group_size": 32, "mode": "mxfp4"},
     ]
-    assert main([str(source), str(tmp_path / "c"), "--bits", "7"]) == 1
+    assert main([str(source), str(tmp_path / "c"), "--bits", "7"]) == 2
     assert not (tmp_path / "c").exists()
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from mlx_spec.drafters.table import known_families
+from mlx_spec.terminal import Flags, checked, ending_well, leave, write_text
 
 HEADINGS = ("family", "kind", "targets", "layouts", "loads")
 
@@ -24,11 +23,15 @@ def table() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    flags = argparse.ArgumentParser(prog="python -m mlx_spec.drafters", description="Print the families of drafters.")
-    flags.parse_args(arguments)
-    sys.stdout.write(table() + "\n")
-    return 0
+    flags = Flags(prog="python -m mlx_spec.drafters", description="Print the families of drafters.")
+    flags.parse_args(checked(arguments))
+
+    def work() -> int:
+        write_text(table() + "\n")
+        return 0
+
+    return ending_well(work)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

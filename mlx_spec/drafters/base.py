@@ -82,7 +82,8 @@ class Drafter(abc.ABC):
         default_width: verify width W (proposals + 1) used when the user names none.
         taps: 0-based decoder layers whose outputs it reads, ascending; empty for none.
         remembers: it works from a memory of the text, so what it was not shown makes it worse. What taps hidden
-            states does so anyway.
+            states does so anyway, unless it `reads_caches`.
+        reads_caches: it finds the text before the last token in the target's caches, whoever put it there.
         may_propose_fewer: whether `propose` may return fewer than `count` ids.
         trained_width: verify width its checkpoint was trained for, which is also the widest; None where none is.
         architecture: what its checkpoint is; None without a checkpoint of its own.
@@ -98,6 +99,7 @@ class Drafter(abc.ABC):
     default_width: int
     taps: tuple[int, ...] = ()
     remembers: bool = False
+    reads_caches: bool = False
     may_propose_fewer: bool = False
     trained_width: int | None = None
     architecture: str | None = None

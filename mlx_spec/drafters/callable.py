@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_spec.arguments import FUNCTION, refusal, require, whole_number
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.ngram import NO_TOKEN
 from mlx_spec.model.target import Target
@@ -26,6 +27,7 @@ class CallableDrafter(Drafter):
     """
 
     kind = "callable"
+    remembers = True
     may_propose_fewer = True
 
     def __init__(self, fn: DraftFunction, *, name: str = "callable", default_width: int = 4) -> None:
@@ -37,7 +39,14 @@ class CallableDrafter(Drafter):
                 empty one. Ids that are no token of the target are never accepted.
             name: what the statistics call it.
             default_width: verify width W when the user names none.
+
+        Raises:
+            InvalidRequest: one of them is of another kind, or a width below 2.
         """
+        require("fn", fn, FUNCTION, "a function (ids, count) to a list of ids")
+        require("name", name, str, "a word for the statistics")
+        if whole_number("default_width", default_width, "a verify width, at least 2") < 2:
+            raise refusal("default_width", "a verify width, at least 2", default_width)
         self.fn = fn
         self.name = name
         self.default_width = default_width

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_spec.arguments import whole_number
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.errors import InvalidRequest
 from mlx_spec.model.target import Target
@@ -25,6 +26,7 @@ class NgramDrafter(Drafter):
 
     kind = "ngram"
     name = "ngram"
+    remembers = True
     may_propose_fewer = True
 
     def __init__(
@@ -39,8 +41,11 @@ class NgramDrafter(Drafter):
             default_width: verify width W when the user names none.
 
         Raises:
-            InvalidRequest: not 1 <= min_ngram <= max_ngram < search_tokens, or a width below 2.
+            InvalidRequest: a number that is none, not 1 <= min_ngram <= max_ngram < search_tokens, a width below 2.
         """
+        numbers = {"max_ngram": max_ngram, "min_ngram": min_ngram, "search_tokens": search_tokens}
+        for name, number in {**numbers, "default_width": default_width}.items():
+            whole_number(name, number, "a number of tokens")
         if not 1 <= min_ngram <= max_ngram < search_tokens:
             raise InvalidRequest(
                 f"got min_ngram={min_ngram}, max_ngram={max_ngram}, search_tokens={search_tokens}; "

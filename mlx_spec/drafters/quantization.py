@@ -12,7 +12,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from mlx_spec.errors import CheckpointError, UnsupportedOption
+from mlx_spec.arguments import refusal, whole
+from mlx_spec.errors import CheckpointError, InvalidRequest, UnsupportedOption
 
 BLOCK = "quantization"
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
@@ -80,6 +81,31 @@ def parse_short(text: str) -> dict[str, Any]:
         )
     bits, *group = map(int, numbers)
     return {"group_size": group[0] if group else DEFAULTS["affine"][0], "bits": bits, "mode": "affine"}
+
+
+def wanted_format(given: object) -> dict[str, Any] | None:
+    """What a caller asks for, spelled out: `group_size`, `bits` and `mode`, or what `parse_short` takes.
+
+    Returns:
+        None for None.
+
+    Raises:
+        InvalidRequest: it is neither.
+        UnsupportedOption: mlx has no such format.
+    """
+    if given is None:
+        return None
+    given = whole(given)
+    if isinstance(given, str) or (isinstance(given, int) and not isinstance(given, bool)):
+        try:
+            given = parse_short(str(given))
+        except ValueError as error:
+            raise InvalidRequest(f"quantize: {error}") from None
+    if not isinstance(given, Mapping):
+        wanted = f"{{'group_size': .., 'bits': .., 'mode': ..}}, or short '4', '4,32' or one of {', '.join(DEFAULTS)}"
+        raise refusal("quantize", wanted, given)
+    _format_of(given)
+    return dict(given)
 
 
 class Quantization(BaseModel):
@@ -217,10 +243,7 @@ def quantize_on_load(modules: nn.Module, wanted: Mapping[str, Any], spared: tupl
     Raises:
         UnsupportedOption: mlx has no such format, the drafter is stored quantized, or nothing in it can be quantized.
     """
-    try:
-        form = Format.parse(dict(wanted), "quantize")
-    except ValueError as error:
-        raise UnsupportedOption(str(error)) from None
+    form = _format_of(wanted)
     parameters = dict(tree_flatten(modules.parameters()))
     if any(name.endswith(".scales") for name in parameters):
         raise UnsupportedOption("quantize was given, but the drafter is stored quantized already. Leave it out.")
@@ -233,6 +256,15 @@ def quantize_on_load(modules: nn.Module, wanted: Mapping[str, Any], spared: tupl
     chosen = set(candidates) - set(left)
     nn.quantize(modules, class_predicate=lambda name, _: name in chosen and form.model_dump())
     return sorted(left)
+
+
+def _format_of(wanted: Mapping[str, Any]) -> Format:
+    try:
+        return Format.parse(dict(wanted), "quantize")
+    except ValueError as error:
+        raise UnsupportedOption(
+            f"{error}. Give group_size and bits, and a mode of {', '.join(DEFAULTS)}; or short: '4', '4,32', 'mxfp4'."
+        ) from None
 
 
 def _may_be_quantized(name: str, module: nn.Module, spared: tuple[str, ...]) -> bool:

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
+from mlx_spec.arguments import require
 from mlx_spec.cache.adopt import cache_arrays, needs_mixers, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
@@ -28,7 +29,7 @@ from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
 from mlx_spec.sampling import random_state_kept
-from mlx_spec.soundness import check_target_files
+from mlx_spec.soundness import check_built, check_target_files
 
 DEFAULT_WIDTH = 3
 """mlx-lm drafts two tokens a round when no number is named."""
@@ -63,6 +64,7 @@ def load(
     check_target_files(folder)
     with telling(folder), random_state_kept():
         model, _ = load_model(folder)
+    check_built(model, folder)
     _require_numbers(model, folder)
     left = [] if quantize is None else quantize_on_load(model, quantize)
     if left:
@@ -89,7 +91,11 @@ class StandaloneDrafter(Drafter):
             model: any model that mlx-lm loads. Its weights are evaluated, so that every thread can use them.
             name: what the statistics call it; its architecture when left out.
             vocabulary: token string -> id of its tokenizer.
+
+        Raises:
+            InvalidRequest: `model` is none.
         """
+        require("model", model, nn.Module, "a model", "load gives a model and a tokenizer: give the model.")
         evaluate_arrays(model)
         self.model = model
         self.name = name or Target(model).name

@@ -42,7 +42,7 @@ def open_loop(
         return PlainLoop()
     draws.lend(drafter.check, target)
     target.attach_taps(drafter.taps)
-    if start != 0 and (drafter.taps or drafter.remembers):
+    if start != 0 and (drafter.taps or drafter.remembers) and not drafter.reads_caches:
         missed = "text" if start is None else f"{start} tokens"
         uncounted = "; how much it is, caches of this kind do not count" if start is None else ""
         statistics.note(f"the drafter has not seen the {missed} already in the cache{uncounted}")

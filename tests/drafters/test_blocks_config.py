@@ -143,8 +143,8 @@ def test_the_block_is_found_in_either_place() -> None:
     assert places(config("dflash"), "block_size") == [config("dflash")]
 
 
-def test_a_missing_block_is_the_usual_one_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="lacks block_size; 16 is assumed"):
+def test_a_missing_block_is_the_usual_one_and_leaves_the_width_to_the_caller() -> None:
+    with pytest.warns(UserWarning, match="lacks block_size, so every run must name a width"):
         parsed = parse(without("dflash", "block_size"))
     assert (parsed.block_size, parsed.proposals) == (16, 15)
 

@@ -169,6 +169,19 @@ def test_a_state_is_a_function_of_the_committed_text() -> None:
     assert read(14, (14,)) != read(20, (14, 6))
 
 
+def test_text_that_others_put_into_the_caches_is_not_missed_and_not_said_to_be() -> None:
+    drafter, model = gemma4_assistant.load(FOLDER, fixture_target()), fixture_target().model
+    told = []
+    for shown in (14, 1):
+        caches, statistics = new_caches(model), Statistics()
+        if shown < 14:
+            mx.eval(model(mx.array([IDS[: 14 - shown]]), cache=caches))
+        options = {"prompt_cache": caches, "statistics": statistics, "draft_block_size": 3, "verify": "fast"}
+        steps = generate_step(mx.array(IDS[14 - shown : 14]), model, draft_model=drafter, max_tokens=4, **options)
+        told.append((list(steps) and statistics.accepted_by_depth, statistics.notes))
+    assert told[0] == told[1]
+
+
 def test_one_forward_of_one_token_is_run_per_proposal(tmp_path: Path) -> None:
     drafter = load(write(tmp_path / "a"))
     steps, step = [], drafter.network.step

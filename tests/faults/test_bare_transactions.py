@@ -259,6 +259,7 @@ def test_a_cache_that_read_nothing_keeps_nothing(kind: Kind) -> None:
     assert_same_cache(cache, before)
 
 
+@pytest.mark.part(40)
 @EVERY_KIND
 @pytest.mark.parametrize(
     "wrong",
@@ -278,6 +279,7 @@ def test_a_count_that_is_none_is_refused_and_the_round_can_be_undone(kind: Kind,
     assert_same_cache(cache, before)
 
 
+@pytest.mark.part(12)
 @EVERY_KIND
 @pytest.mark.parametrize("form", [list, tuple, mx.array], ids=["list", "tuple", "array"])
 def test_one_count_per_row_is_taken_in_every_form(kind: Kind, form: Callable[[list[int]], Any]) -> None:

@@ -58,7 +58,7 @@ def take(steps: Steps, count: int) -> list[int]:
 
 
 @EVERY_MIX
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 def test_between_two_plain_tokens_the_cache_is_stocks_and_nothing_is_open_on_it(mix: str) -> None:
     cache, run = WITH_BATCH[mix].new_cache(), stock(mix)
     steps = begin(mix, cache)
@@ -108,6 +108,7 @@ def test_a_cache_trimmed_under_a_live_plain_run_is_the_second_runs(mix: str, fat
     assert_same_cache(got_cache, want_cache)
 
 
+@pytest.mark.part(3)
 @TRIMMABLE
 def test_a_plain_run_goes_on_over_a_changed_cache_as_stock_does(mix: str) -> None:
     left = []
@@ -123,6 +124,7 @@ def test_a_plain_run_goes_on_over_a_changed_cache_as_stock_does(mix: str) -> Non
     assert_same_cache(left[1][1], left[0][1])
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mix", ["hybrid", "mamba2", "ring_with_keep"])
 def test_a_closed_plain_run_leaves_alone_what_another_wrote(mix: str) -> None:
     """Caches that cannot be trimmed: a second run goes on where the first one stands."""
@@ -156,7 +158,7 @@ def test_a_cache_saved_between_two_plain_tokens_is_stocks(tmp_path: Path) -> Non
 
 @EVERY_MIX
 @pytest.mark.parametrize("drafter", ["wrong", "right", "cycling"])
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 def test_a_settled_copy_is_stocks_cache_and_the_run_goes_on_as_if_nobody_had_asked(mix: str, drafter: str) -> None:
     cache, run = WITH_BATCH[mix].new_cache(), stock(mix)
     steps = begin(mix, cache, drafter)
@@ -205,6 +207,7 @@ def test_a_trim_inside_a_block_stands_on_the_text_handed_out(mix: str, length: i
         SpeculativeCacheTransaction(cache, 1).abort()
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mix", ["dense", "hybrid", "ring_with_keep"])
 def test_what_else_is_written_inside_a_block_is_one_clear_error_and_is_left_alone(mix: str) -> None:
     for goes_on in (False, True):

@@ -82,7 +82,7 @@ def saved(cache: list[Any], folder: Path) -> list[Any]:
 ACTIONS = {"trimmed": trimmed, "copied": copied, "saved and loaded": saved}
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", KINDS)
 @pytest.mark.parametrize("mode", ["plain", "ngram", "alternating"])
 @pytest.mark.parametrize("ending", ["closed", "dropped", "spent"])
@@ -105,6 +105,7 @@ def test_a_cache_left_by_a_run_serves_as_mlx_lms_does(
     assert_same_cache(mine, stocks)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("mix", KINDS)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("ending", ["closed", "dropped", "never"])
@@ -127,6 +128,7 @@ def test_a_cache_of_a_live_plain_run_is_the_callers(mix: str, action: str, endin
     assert_same_cache(mine, stocks)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["plain", "ngram", "alternating"])
 @pytest.mark.parametrize("mix", ["dense", "sliding", "hybrid"])
 def test_caches_of_two_runs_merge_as_mlx_lms_do(mix: str, mode: str) -> None:
@@ -142,6 +144,7 @@ def test_caches_of_two_runs_merge_as_mlx_lms_do(mix: str, mode: str) -> None:
     assert_same_cache(got, want)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("mode", ["plain", "ngram", "alternating"])
 @pytest.mark.parametrize("mix", ["dense", "quantized_from_20", "cache_list"])
 def test_a_prompt_read_by_taking_one_token_is_gone_back_to(mix: str, mode: str) -> None:

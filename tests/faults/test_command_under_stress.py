@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from mlx_spec import certify, commandline, split_mtp
-from mlx_spec.environment import CERTIFICATES
+from mlx_spec import SpeculativeConfig, certify, commandline, split_mtp
+from mlx_spec.environment import CERTIFICATES, certificate_folder
+from mlx_spec.errors import InvalidRequest
 from mlx_spec.terminal import Report, ending_well, require_text
 from tests.checkpoints import write_target
 from tests.commandlines import run
@@ -266,6 +268,40 @@ def test_an_interrupt_while_something_is_loaded_is_one_line(
     ended = run(capsys, "--model", target, "--stats-json", tmp_path / "report.json")
     assert (ended.code, ended.out, ended.lines) == (130, "", ["interrupted before the first token"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_modules_are_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "mlx_spec.certify").write_text("import mlx_spec.certify")
+    package = Path(commandline.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{package}"}
+    for words in (["-m", "mlx_spec.generate"], ["-m", "mlx_spec.drafters"], [str(tmp_path / "mlx_spec.certify")]):
+        ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_tilde_that_no_shell_has_read_is_the_users_home(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(CERTIFICATES, "~/certificates")
+    assert certificate_folder() == tmp_path / "certificates"
+    monkeypatch.setenv(CERTIFICATES, "~nobody-of-that-name/certificates")
+    assert certificate_folder() == Path("~nobody-of-that-name/certificates")
+    (tmp_path / "target").symlink_to(target)
+    words = ("--prompt", "hello", "-m", "2")
+    ended = run(capsys, "--model", "~/target", *words, "--stats-json", "~/report.json")
+    assert ended.code == 0
+    assert json.loads((tmp_path / "report.json").read_text())["emitted_tokens"] == 2
+    assert str(tmp_path / "cache.file") in run(capsys, *words, "--prompt-cache-file", "~/cache.file").err
+    assert str(tmp_path / "adapter") in run(capsys, "--model", "~/target", *words, "--adapter-path", "~/adapter").err
+    (tmp_path / "settings.yaml").write_text("speculative: {speculative_method: mtp}")
+    assert SpeculativeConfig.from_yaml("~/settings.yaml").is_mtp()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=str(tmp_path / "full")):
+        split_mtp.split(target, "~/full")
 
 
 def test_what_was_said_at_the_end_is_said_once() -> None:

@@ -22,7 +22,7 @@ from tests.tiny import MIXES, PROMPT, VOCAB
 pytestmark = pytest.mark.faults
 
 TAKES_EMBEDDINGS = ("dense", "hybrid", "sliding", "ring_with_keep", "quantized_from_20", "dense_qk_norm")
-COUNT = 12
+COUNT = 9
 
 
 def embedded(model: Any, ids: tuple[int, ...] = PROMPT) -> mx.array:
@@ -33,7 +33,7 @@ def embedded(model: Any, ids: tuple[int, ...] = PROMPT) -> mx.array:
 
 
 @pytest.mark.slow
-@pytest.mark.part(3)
+@pytest.mark.part(2)
 @pytest.mark.parametrize("chunk", [3, 2048])
 @pytest.mark.parametrize("ids", [(), PROMPT], ids=["alone", "with_ids"])
 @pytest.mark.parametrize("mix", TAKES_EMBEDDINGS)
@@ -187,6 +187,7 @@ def test_embeddings_that_do_not_fit_are_refused_before_any_forward(name: str) ->
         generate_step(mx.array(PROMPT), MIXES["dense"].model(), input_embeddings=rows)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
 def test_a_closed_run_leaves_embeddings_and_handed_out_tokens(stop_after: int) -> None:
     kind = MIXES["hybrid"]

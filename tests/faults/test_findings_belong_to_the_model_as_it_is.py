@@ -86,7 +86,7 @@ def test_another_process_is_told_the_truth_after_weights_changed(folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.part(2)
+@pytest.mark.part(1)
 @pytest.mark.parametrize("edit", EDITS)
 def test_no_route_outlives_an_edit_where_rows_round_differently(edit: str) -> None:
     with double(PATTERNS["gen15"]):

@@ -27,7 +27,7 @@ EMITTED = 14
 MIX = MIXES["ring_with_keep"]
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1], PROMPT[:3]], ids=len)
 @pytest.mark.parametrize("width", [2, 5])

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from mlx_spec import load, load_drafter
 from mlx_spec.drafters.checkpoint import JSON_LIMIT_BYTES, JSON_LIMIT_MARKS
 from mlx_spec.errors import LONGEST_MESSAGE, CheckpointError, MlxSpecError
 from mlx_spec.pairing import load_without_tokenizer, target_without_weights
-from tests.checkpoints import tiny_model, write_target
+from mlx_spec.soundness import check_arguments
+from tests.checkpoints import ASCII_VOCAB, tiny_model, write_target
 from tests.commandlines import run
 
 pytestmark = pytest.mark.faults
@@ -105,6 +107,30 @@ SETTINGS: dict[str, tuple[Damage, str]] = {
     "long model type": (config(model_type="x" * 10**6), "xxx"),
     "long architecture": (config(model_type="q", architectures=["y" * 10**6]), "mlx-lm cannot load"),
     "model type that is no text": (config(model_type=["llama"]), "model_type is ['llama']"),
+    "base in words": (config(rope_theta="NaN"), "rope_theta is 'NaN', expected a number"),
+    "base that is NaN": (config(rope_theta=float("nan")), "rope_theta is nan, expected a number"),
+    "base without end": (config(rope_theta=float("inf")), "rope_theta is inf, expected a number"),
+    "base that is null": (config(rope_theta=None), "rope_theta is None, expected a number"),
+    "base that is a list": (config(rope_theta=[1]), "rope_theta is [1], expected a number"),
+    "base in words, in a text config": (
+        config(model_type="qwen3_5", text_config={"rope_parameters": {"rope_theta": "NaN"}}),
+        "text_config.rope_parameters.rope_theta is 'NaN', expected a number",
+    ),
+    "epsilon in words": (config(rms_norm_eps="x"), "rms_norm_eps is 'x', expected a number"),
+    "rope factor in words": (config(rope_scaling={"type": "linear", "factor": "x"}), "rope_scaling.factor is 'x'"),
+    "rope factor that is NaN": (
+        config(rope_scaling={"type": "linear", "factor": float("nan")}),
+        "rope_scaling.factor is nan, expected a number",
+    ),
+    "rope factor of zero": (config(rope_scaling={"type": "linear", "factor": 0}), "rope_scaling.factor is 0, and"),
+    "rope that is no object": (config(rope_scaling=[1]), "rope_scaling is [1], expected an object"),
+    "window in words": (config(sliding_window="x"), "sliding_window is 'x', expected a number"),
+    "window below zero": (config(sliding_window=-3), "sliding_window is -3, expected at least -1"),
+    "head below zero": (config(head_dim=-8), "head_dim is -8, expected at least 0"),
+    "head of nothing": (
+        config(model_type="qwen3", head_dim=0, tie_word_embeddings=True, max_position_embeddings=64, rope_theta=1e4),
+        "head_dim is 0, and mlx-lm cannot build it",
+    ),
     "rope of no kind": (config(rope_scaling={"rope_type": {"a": []}}), "mlx-lm cannot load"),
     "quantized in words": (config(quantization_config="four bits"), "mlx-lm cannot load"),
     "tool parser of Python's": (tokenizer(tool_parser_type="os"), "tool_parser_type is 'os'"),
@@ -121,6 +147,34 @@ def test_a_target_whose_settings_cannot_be_is_refused_with_the_setting(target: P
     damage, words = SETTINGS[name]
     damage(target)
     assert words in refusal(lambda: load(target))
+
+
+RUN_BY_MLX_LM: dict[str, Damage] = {
+    "no window": config(sliding_window=-1),
+    "no head size": config(head_dim=0),
+    "what is not read": config(some_eps=None, adapter_scale="x", time_step_limit=[0.0, float("inf")]),
+    "rope that is null": config(rope_scaling=None, sliding_window=None),
+    "whole numbers as floats": config(rope_theta=10000, max_position_embeddings=64.0),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", RUN_BY_MLX_LM)
+def test_a_setting_that_mlx_lm_runs_with_is_not_refused(target: Path, name: str) -> None:
+    RUN_BY_MLX_LM[name](target)
+    assert load_without_tokenizer(target)(mx.array([[1, 2]])).shape == (1, 2, ASCII_VOCAB)
+
+
+def test_numbers_that_differ_from_layer_to_layer_are_numbers() -> None:
+    @dataclass
+    class Args:
+        num_hidden_layers: int = 2
+        rope_theta: float = 10000.0
+        intermediate_size: int | None = None
+
+    check_arguments(Args(rope_theta=[1e4, 2e4], intermediate_size=[8, 9]), Path())  # type: ignore[arg-type]
+    for wrong in ({"rope_theta": [1e4]}, {"rope_theta": [1e4, "x"]}, {"intermediate_size": [8, -9]}):
+        assert next(iter(wrong)) in refusal(lambda wrong=wrong: check_arguments(Args(**wrong), Path()))
 
 
 def test_settings_given_in_the_call_are_looked_at_too(target: Path) -> None:

@@ -11,6 +11,8 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache,
 
 from mlx_spec import Statistics, generate_step
 from mlx_spec.cache.adopt import Likeness, tokens_held, tokens_read
+from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from tests.cache.kinds import append
 from tests.oracle import assert_same_output, independent_copy, run_stock
 from tests.same_cache import assert_same_cache
@@ -68,6 +70,24 @@ def test_a_drafter_that_has_not_seen_the_text_says_so_whatever_holds_it(name: st
     mix = MIXES[name]
     told = f"the drafter has not seen the {SEEN[name]} already in the cache"
     assert any(note.startswith(told) for note in speculate(mix, warm_caches(mix)).notes)
+
+
+EVERY_DRAFTER_WITHOUT_TAPS: dict[str, Callable[[], Drafter]] = {
+    "ngram": NgramDrafter,
+    "callable": lambda: CallableDrafter(lambda ids, count: []),
+    "standalone": lambda: StandaloneDrafter(MIXES["dense"].model()),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", EVERY_DRAFTER_WITHOUT_TAPS)
+def test_whoever_works_from_the_text_it_was_shown_says_what_it_was_not(kind: str) -> None:
+    mix = MIXES["dense"]
+    for caches, said in ((warm_caches(mix), True), (mix.new_cache(), False)):
+        statistics, drafter = Statistics(), EVERY_DRAFTER_WITHOUT_TAPS[kind]()
+        options = {"prompt_cache": caches, "statistics": statistics, "draft_block_size": 2}
+        list(generate_step(mx.array([5, 9]), mix.model(), draft_model=drafter, max_tokens=2, **options))
+        assert ("the drafter has not seen the 7 tokens already in the cache" in statistics.notes) == said
 
 
 def test_of_fresh_caches_nothing_is_said() -> None:

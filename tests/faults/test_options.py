@@ -9,12 +9,29 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
-from mlx_spec import generate, generate_step, speculative_generate_step, stream_generate
-from mlx_spec.drafters import NgramDrafter
+from mlx_spec import (
+    SpeculativeConfig,
+    certify,
+    commandline,
+    generate,
+    generate_step,
+    load,
+    load_drafter,
+    speculative_generate_step,
+    split_mtp,
+    stream_generate,
+)
+from mlx_spec.drafters import CallableDrafter, NgramDrafter
+from mlx_spec.drafters import __main__ as drafters_command
+from mlx_spec.drafters.quantization import wanted_format
+from mlx_spec.drafters.standalone import StandaloneDrafter
 from mlx_spec.errors import InvalidRequest, MlxSpecError
+from mlx_spec.split_mtp import split
 from tests.checkpoints import ascii_tokenizer, tiny_model, write_target
 from tests.commandlines import run
+from tests.drafters import eagle3_files
 from tests.oracle import rng_key
 from tests.tiny import MIXES, PROMPT
 
@@ -172,6 +189,83 @@ def test_groups_that_divide_the_head_size_are_not_refused() -> None:
     assert [token for token, _ in kept] == list(mix.oracle().ids[:5])
 
 
+# What loads, and what proposes
+
+FLAT = eagle3_files.FLAT
+LOADS: dict[str, Callable[..., Any]] = {
+    "load": lambda **given: load(given.pop("path_or_id", FLAT), **given),
+    "load_drafter": lambda **given: load_drafter(given.pop("path_or_id", FLAT), given.pop("target", MODEL), **given),
+    "split": lambda **given: split(given.pop("source", FLAT), given.pop("out", "/no/such/place"), **given),
+    "NgramDrafter": NgramDrafter,
+    "CallableDrafter": lambda **given: CallableDrafter(given.pop("fn", lambda ids, count: []), **given),
+    "StandaloneDrafter": lambda **given: StandaloneDrafter(**given),
+    "from_yaml": lambda **given: SpeculativeConfig.from_yaml(**given),
+}
+OF_ANOTHER_KIND: list[tuple[str, str, Any]] = [
+    ("load", "path_or_id", 3),
+    ("load", "path_or_id", None),
+    ("load", "tokenizer_config", "x"),
+    ("load", "model_config", [1]),
+    ("load", "adapter_path", 3),
+    ("load", "revision", 3),
+    ("load", "lazy", "no"),
+    ("load", "check_weights", 1),
+    ("load", "progress", "bar"),
+    ("load_drafter", "path_or_id", None),
+    ("load_drafter", "target", (MODEL, None)),
+    ("load_drafter", "target", "path"),
+    ("load_drafter", "kind", 3),
+    ("load_drafter", "taps", 3),
+    ("load_drafter", "taps", "1,2"),
+    ("load_drafter", "taps", [1.5, 2, 3]),
+    ("load_drafter", "taps", [True, 2, 3]),
+    ("load_drafter", "quantize", 2.5),
+    ("load_drafter", "quantize", True),
+    ("load_drafter", "quantize", [4, 32]),
+    ("load_drafter", "quantize", "mxfp5"),
+    ("load_drafter", "quantize", "4,32,1"),
+    ("load_drafter", "quantize", {"bit": 4}),
+    ("load_drafter", "quantize", {"bits": True, "group_size": 32}),
+    ("load_drafter", "quantize", 7),
+    ("split", "out", 3),
+    ("split", "quantize", 2.5),
+    ("NgramDrafter", "max_ngram", "4"),
+    ("NgramDrafter", "min_ngram", 1.5),
+    ("NgramDrafter", "search_tokens", None),
+    ("NgramDrafter", "default_width", True),
+    ("CallableDrafter", "fn", 3),
+    ("CallableDrafter", "default_width", 2.5),
+    ("CallableDrafter", "default_width", 1),
+    ("CallableDrafter", "name", 3),
+    ("StandaloneDrafter", "model", (MODEL, None)),
+    ("from_yaml", "path", 3),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("function", "name", "value"), OF_ANOTHER_KIND)
+def test_an_argument_of_another_kind_is_refused_by_its_name(function: str, name: str, value: Any) -> None:
+    said = refusal(LOADS[function], **{name: value})
+    assert said.startswith((f"{name} is ", f"{name}: "))
+    assert "got " in said or " Give " in said
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("short", ["mxfp4", "4,32", "4", 4, np.int32(4)], ids=repr)
+def test_a_drafter_is_quantized_as_short_as_at_the_command_line(short: Any) -> None:
+    group, mode = (32, "mxfp4") if short == "mxfp4" else (32 if short == "4,32" else 64, "affine")
+    assert wanted_format(short) == {"group_size": group, "bits": 4, "mode": mode}
+
+
+def test_the_short_form_reaches_the_drafters_matrices() -> None:
+    with pytest.warns(UserWarning, match="not quantized, their rows are no whole groups"):
+        drafter = load_drafter(FLAT, target=eagle3_files.target(), quantize="4,32")
+    kept = dict(tree_flatten(drafter.network.modules.parameters()))  # type: ignore[attr-defined]
+    assert any(name.endswith(".scales") for name in kept)
+
+
+# Flags
+
 FLAGS = [
     ("--temp", "-1"),
     ("--temp", "nan"),
@@ -190,6 +284,12 @@ FLAGS = [
     ("--draft-block-size", "0"),
     ("--verify", "quick"),
     ("--stop", ""),
+    ("--seed", "-1"),
+    ("--seed", str(2**64)),
+    ("--seed", "x"),
+    ("--top-k", "2.5"),
+    ("--max-tokens", "2.5"),
+    ("--temp", "warm"),
 ]
 
 
@@ -202,6 +302,35 @@ def test_a_flag_out_of_range_is_one_line_and_nothing_is_loaded(
     assert len(outcome.lines) == 1
     assert flag.removeprefix("--").replace("-", "_") in outcome.err.replace("-", "_")
     assert "/no/such/folder" not in outcome.err
+    assert "incompatible" not in outcome.err, "the words of a binding"
+
+
+UNREADABLE = [
+    (commandline.main, ["--top-k", "2.5"], "argument --top-k: wanted a whole number, got '2.5'"),
+    (commandline.main, ["--temp", "a\nb"], "argument --temp: wanted a number, got 'a\\nb'"),
+    (commandline.main, ["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    (certify.main, ["--widths", "x"], "argument --widths: wanted a whole number, got 'x'"),
+    (certify.main, ["--widths", "1"], "a block has at least 2 tokens, got widths [1]"),
+    (split_mtp.main, ["a", "b", "--bits", "4.5"], "argument --bits: wanted a whole number, got '4.5'"),
+    (split_mtp.main, ["a", "b", "--mode", "int4"], "argument --mode: invalid choice: 'int4'"),
+    (split_mtp.main, ["a"], "the following arguments are required: OUT"),
+    (drafters_command.main, ["all"], "unrecognized arguments: all"),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("command", "words", "wanted"), UNREADABLE)
+def test_a_flag_that_cannot_be_read_is_one_line_in_every_command(
+    command: Callable[[list[str]], int], words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(words)
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"error: {wanted}")
+    assert told.err.endswith("--help.\n")
+    assert told.err.count("\n") == 1
 
 
 @pytest.mark.slow

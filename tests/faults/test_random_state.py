@@ -95,7 +95,7 @@ class DrawingState(DrafterState):
         return []
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("choice", ["greedy", "top_p"])
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("width", range(1, 7))
@@ -106,7 +106,7 @@ def test_a_drafter_that_draws_moves_neither_text_nor_random_state(width: int, dr
     assert_equals_stock(got, run, EMITTED)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("choice", ["top_p", "greedy"])
 @pytest.mark.parametrize("stage", ["look_at", "read_prompt", "propose", "catch_up", "arrays", "propose+abort"])
 def test_a_drafter_that_raises_after_it_drew_moves_neither_text_nor_random_state(stage: str, choice: str) -> None:

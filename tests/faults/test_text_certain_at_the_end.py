@@ -81,6 +81,7 @@ def test_a_stop_string_made_by_flushed_half_characters_counts(raw: str) -> None:
     assert "".join(each.text for each in responses) == "a"
 
 
+@pytest.mark.part(8)
 @pytest.mark.parametrize("count", range(2, 9))
 @pytest.mark.parametrize("accepted", [(3,), (0, 2), (1,)], ids=str)
 def test_the_last_response_has_the_final_counters_and_the_final_cache(count: int, accepted: tuple[int, ...]) -> None:

@@ -30,8 +30,9 @@ DENSE = MIXES["dense"]
 
 
 def ran(model: Any = None, prompt: Any = PROMPT, **keywords: Any) -> Statistics:
-    """The statistics of a short run."""
+    """The statistics of a short run, which looks for no route unless it is told to."""
     statistics = Statistics()
+    keywords.setdefault("verify", "fast")
     model = DENSE.model() if model is None else model
     list(generate_step(mx.array(prompt), model, max_tokens=keywords.pop("count", 6), statistics=statistics, **keywords))
     return statistics
@@ -147,9 +148,19 @@ def test_a_deepseek_draft_with_a_table_of_its_own_says_so(tmp_path: Path) -> Non
     assert not any("of its own" in sentence for sentence in shared.remarks)
 
 
+def test_a_block_file_that_names_no_block_wants_a_width_and_guesses_none() -> None:
+    with pytest.warns(UserWarning, match="so every run must name a width"):
+        drafter = block_files.edited("dflash", lambda content: content.pop("block_size"))
+    named = block_files.edited("dflash", lambda content: content.update(runtime_block_size=3, block_size=None))
+    for more in ({}, {"speculative": SpeculativeConfig(speculative_method="dflash")}):
+        with pytest.raises(InvalidRequest, match="names no block_size.*--draft-block-size.*num_speculative_tokens"):
+            generate_step(mx.array([1, 2, 3]), block_files.target().model, draft_model=drafter, **more)
+    assert named.default_width == 3
+
+
 @pytest.mark.slow
-@pytest.mark.part(2)
-@pytest.mark.parametrize("width", [2, 7, 16, 20])
+@pytest.mark.part(1)
+@pytest.mark.parametrize("width", [7, 2, 16, 20])
 def test_a_block_file_that_names_no_block_honours_the_width_that_is_named(width: int) -> None:
     with pytest.warns(UserWarning, match="lacks block_size"):
         drafter = block_files.edited("dflash", lambda content: content.pop("block_size"))

@@ -63,7 +63,7 @@ class BlockConfig(BaseModel):
         draft_vocab_size: tokens its output projection knows.
         sights: which keys each layer's rows see.
         block_size: rows of a block as the checkpoint counts them.
-        names_block: whether the file says so; otherwise it is the usual number.
+        names_block: whether the file says so; otherwise it is the usual number, and a width is up to the caller.
         from_anchor: whether the bonus token's own row predicts the first proposal; otherwise the first mask's does.
         proposals: tokens a whole block proposes.
         mask_token_id: what stands for the unknown tokens.
@@ -368,10 +368,8 @@ def _block(places: Places) -> dict[str, Any]:
         if places.family != "dflash":
             raise CheckpointError(f"{places.path} lacks block_size, which this family of drafters depends on")
         size = _USUAL_BLOCK
-        warnings.warn(
-            f"{places.path} lacks block_size; {size} is assumed, as its authors do. Name a width if it was another.",
-            stacklevel=5,
-        )
+        if places.draft("runtime_block_size") is None:
+            warnings.warn(f"{places.path} lacks block_size, so every run must name a width.", stacklevel=5)
     from_anchor = places.flag("sample_from_anchor", places.family in ("dspark", "gemma4_dspark"))
     counts_anchor = places.flag("dspark_bonus_anchor", False)
     if type(size) is not int:

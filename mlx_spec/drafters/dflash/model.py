@@ -113,11 +113,25 @@ class BlockDrafter(Drafter):
         whole = config.proposals + 1
         # Where the file names no block, the width that is named is the one it was trained for.
         self.trained_width = whole if config.names_block else None
-        self.default_width = min(config.runtime_block_size or whole, whole, MAX_WIDTH)
         self.methods = ("dflash2",) if config.family == "dflash2" else ("dflash",)
         self.reads_ids = EMBEDDING in config.taps
         self._largest_id = weights.largest_id
         self._threshold = 0.0
+
+    @property
+    def default_width(self) -> int:  # type: ignore[override]
+        """That of its block, or the number of rows the file says runs begin with.
+
+        Raises:
+            InvalidRequest: the file names neither.
+        """
+        asked, whole = self.config.runtime_block_size, self.config.proposals + 1
+        if asked is None and not self.config.names_block:
+            raise InvalidRequest(
+                f"the checkpoint of {self.name!r} names no block_size, so a run must name its width: give "
+                "draft_block_size (--draft-block-size), or num_draft_tokens or num_speculative_tokens, one less."
+            )
+        return min(asked or whole, whole, MAX_WIDTH)
 
     @property
     def confidence_threshold(self) -> float:

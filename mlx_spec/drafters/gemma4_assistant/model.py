@@ -118,6 +118,7 @@ class Gemma4Assistant(Drafter):
     kind = "mtp"
     default_width = 4
     reads_ids = False
+    reads_caches = True
 
     def __init__(self, name: str, config: AssistantConfig, network: AssistantNetwork, target: Target) -> None:
         self.name = name
