@@ -7,12 +7,12 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mlx_spec.starting import answer_interrupts, is_command
+
 __version__ = "0.1.0"
 
-if sys.argv[:1] == ["-m"] or sys.argv and sys.argv[0].rpartition("/")[2].startswith("mlx_spec."):
-    # One of the commands begins, and the modules it needs take seconds to read.
-    from mlx_spec.starting import answer_interrupts
-
+if is_command(sys.orig_argv):
+    # The modules it needs take seconds to read.
     answer_interrupts()
 
 if TYPE_CHECKING:

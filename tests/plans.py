@@ -76,10 +76,7 @@ def case_of(item: pytest.Item) -> Case:
     if called is None:
         return {}
     plain = str | int | float | bool | None
-    return {
-        name: value if isinstance(value, plain) else f"object {id(value)}"
-        for name, value in called.params.items()
-    }
+    return {name: value if isinstance(value, plain) else f"object {id(value)}" for name, value in called.params.items()}
 
 
 def chosen(items: Sequence[pytest.Item], plan: str) -> list[pytest.Item]:
