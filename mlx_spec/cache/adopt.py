@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
+from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal, PackedJournal
 from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, drive_by, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
 from mlx_spec.cache.chunked import ChunkedJournal
@@ -36,7 +36,7 @@ _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
 
 _KEPT_BY_LENGTH: _Kinds = {
     KVCache: AppendJournal,
-    QuantizedKVCache: AppendJournal,
+    QuantizedKVCache: PackedJournal,
     BatchKVCache: BatchAppendJournal,
     ConcatenateKVCache: ConcatenateJournal,
 }
