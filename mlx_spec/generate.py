@@ -28,7 +28,7 @@ from mlx_spec.model.target import Target
 from mlx_spec.options import KIND_OF, Drafting, Options, RunKeywords, StepKeywords, TextKeywords, spelled_out
 from mlx_spec.pairing import load_drafter
 from mlx_spec.progress import prompt_listener, telling_progress
-from mlx_spec.prompts import read_prompt
+from mlx_spec.prompts import check_ends, read_prompt
 from mlx_spec.request import Request
 from mlx_spec.rounds.drafted import open_loop
 from mlx_spec.rounds.engine import Emission, Engine
@@ -86,7 +86,13 @@ class _Run:
     statistics: Statistics
 
 
-def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[int], bool] | None = None) -> _Run:
+def _open_run(
+    prompt: Any,
+    model: nn.Module,
+    options: Options,
+    stops: Callable[[int], bool] | None = None,
+    tokenizers_ends: Iterable[int] = (),
+) -> _Run:
     """Check everything, pair drafter and target, and put the engine together. Nothing has run yet."""
     statistics = options.statistics or Statistics()
     if statistics.rounds:
@@ -94,6 +100,7 @@ def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[
     statistics.open()
     target = Target(model)
     read = read_prompt(prompt, options.input_embeddings, target)
+    check_ends(options.eos_token_ids, tokenizers_ends, target, statistics)
     draws = OwnDraws(read.ids)
     with telling_progress(options.progress):
         drafter = _resolve_drafter(options, target)
@@ -108,7 +115,7 @@ def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[
         statistics=statistics,
         quantization=KVQuantization(options.kv_bits, options.kv_group_size, options.quantized_kv_start),
         budget=None if options.max_tokens == -1 else options.max_tokens,
-        eos_token_ids=frozenset(options.eos_token_ids),
+        eos_token_ids=frozenset(options.eos_token_ids).union(tokenizers_ends),
         prefill_step_size=options.prefill_step_size,
     )
     if stops is not None:
@@ -256,7 +263,8 @@ def generate_step(
         prompt_cache: the caches to start from and to leave the text in, changed in place.
         input_embeddings: [n, H] floats that the model reads in place of the prompt's embedded ids. Drafters that read
             ids are not shown what has none; the statistics say so.
-        eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller.
+        eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller. One that
+            the model does not have is refused.
         statistics: filled in as the run goes on.
         progress: told each Step of loading and certifying, inside this call, and of the prompt; may raise to end them.
 
@@ -346,9 +354,8 @@ def _stream(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     text = TextStream(tokenizer.detokenizer, options.stop)
-    ends = frozenset(tokenizer.eos_token_ids) | frozenset(options.eos_token_ids)
-    options = options.model_copy(update={"eos_token_ids": ends, "tokenizer": tokenizer})
-    run = _open_run(_encode(tokenizer, prompt), model, options, text.feed)
+    options = options.model_copy(update={"tokenizer": tokenizer})
+    run = _open_run(_encode(tokenizer, prompt), model, options, text.feed, frozenset(tokenizer.eos_token_ids))
     return _responses(run, model, text, options.stream)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -50,7 +50,7 @@ def verify_forward(
 
     Args:
         model: as mlx-lm loads it. What the route needs is attached to it; `detach` takes it off.
-        tokens: [B, W] token ids.
+        tokens: [B, W] token ids that the model has embeddings for.
         caches: the model's caches, of B rows, as mlx-lm makes them.
         capture: 0-based decoder layers whose outputs are wanted, each once; they come in this order.
         statistics: where it is told why a block was not taken, and by which routes it was read.
@@ -65,7 +65,8 @@ def verify_forward(
         Anything else: what the model raised. The round is aborted.
 
     Cost:
-        Once for each width and kind of caches, the trial of its routes. Then lazy where the block is read in one
+        Once for each width and kind of caches, the trial of its routes. Then one host read, of the tokens: an id past
+        the table would have the model read foreign memory. The rest is lazy where the block is read in one
         forward; read in parts or token by token, all but the last are evaluated.
 
     Example:
@@ -85,6 +86,7 @@ def verify_forward(
     """
     target, statistics = Target(model), statistics or Statistics()
     _check_tokens(tokens, caches)
+    _check_ids(tokens, target)
     taps = _taps(target, capture)
     target.attach_taps(taps)
     routes = CertifiedRoutes(target, "exact", statistics)
@@ -164,6 +166,12 @@ def _check_tokens(tokens: mx.array, caches: Sequence[Any]) -> None:
     held = rows_held(caches)
     if held not in (None, tokens.shape[0]):
         raise InvalidRequest(f"tokens have {tokens.shape[0]} rows, the caches hold {held}. Give one row for each.")
+
+
+def _check_ids(tokens: mx.array, target: Target) -> None:
+    for row, ids in enumerate(cast(list[list[int]], tokens.tolist())):
+        whose = "the block's" if len(tokens) == 1 else f"row {row}'s"
+        target.require_readable(ids, whose, "Give ids of this model's own vocabulary.")
 
 
 def _taps(target: Target, capture: Sequence[int]) -> tuple[int, ...]:
