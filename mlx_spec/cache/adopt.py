@@ -126,6 +126,21 @@ def _handed(cache: Any, made: dict[int, Any]) -> Any:
     return made[id(cache)]
 
 
+def members_of(cache: Any) -> tuple[Any, ...] | None:
+    """The caches in a cache of caches; None for any other."""
+    return tuple(cache.caches) if isinstance(cache, CacheList) else None
+
+
+def is_shared_class(cache: Any) -> bool:
+    """Whether its class, and no parent of it, is one that mlx-lm's models share."""
+    return type(cache) in _KEPT_IN_PART
+
+
+def holds_states(cache: Any) -> bool:
+    """Whether it holds states of fixed size, and no rows."""
+    return isinstance(cache, ArraysCache)
+
+
 def needs_mixers(caches: Sequence[Any]) -> bool:
     """Whether some cache can keep part of a block only with the help of its token mixer."""
     return any(type(cache) not in _KEPT_BY_LENGTH for cache in leaves(caches))
