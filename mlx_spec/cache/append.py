@@ -132,6 +132,14 @@ class AppendJournal(RowsJournal):
     def lengths(self) -> tuple[int, int]:
         return getattr(self._cache, self.counter), self._base + self._appended
 
+    @property
+    def changed(self) -> bool:
+        # Asked of every layer, for each token of a block: without a further call.
+        noted, cache = self._noted, self._cache
+        if noted is not None and (noted[0] is not cache.keys or noted[1] is not cache.values):
+            return True
+        return bool(getattr(cache, self.counter) != self._base + self._appended)
+
 
 class PackedJournal(AppendJournal):
     """Quantized keys and values: each several arrays, of which a caller may put in a single one."""
@@ -142,6 +150,10 @@ class PackedJournal(AppendJournal):
     @property
     def other_rows(self) -> bool:
         return self._noted is not None and any(map(is_not, self._noted, self._parts()))
+
+    @property
+    def changed(self) -> bool:
+        return self.other_rows or self._cache.offset != self._base + self._appended
 
     def _parts(self) -> tuple[Any, ...]:
         keys, values = self._cache.keys, self._cache.values
@@ -181,6 +193,11 @@ class ConcatenateJournal(AppendJournal):
         rows = self.length, self._base + self._appended
         # A trim counts down the offset alone. An older one may stand between it and the rows.
         return rows if rows[0] != rows[1] else (self._cache.offset, self._after(self._appended))
+
+    @property
+    def changed(self) -> bool:
+        own, expected = self.lengths()
+        return own != expected or self.other_rows
 
     def trimmed(self) -> int | None:
         surplus = self._after(self._appended) - self._cache.offset

@@ -104,6 +104,7 @@ class Journal(abc.ABC):
         counts: it sees what is written, so it counts tokens by itself, and a number or a few fields of the cache tell
             whether somebody else wrote to it.
         needs_mixer: what several tokens wrote at once cannot be cut without the mixer.
+        _noted: what tells whether the cache's arrays are the round's, let go of with the round.
         looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
         forward: what this round's leaves know of the forward that is running.
@@ -123,6 +124,7 @@ class Journal(abc.ABC):
     driven: bool = False
     masks: dict[int, AskedMask]
     forward: Forward
+    _noted: tuple[Any, ...] | None = None
 
     def __init__(self, cache: Any, width: int) -> None:
         self._cache = cache
@@ -160,6 +162,7 @@ class Journal(abc.ABC):
     def part(self) -> None:
         """The round is over: part the leaf from the cache. `restore` still works."""
         self.closed = True
+        self._noted = None
         leaf = self.leaf
         if leaf is not None:
             leaf.__dict__ = {}
@@ -304,18 +307,12 @@ class Journal(abc.ABC):
 class RowsJournal(Journal):
     """Of a cache that holds keys and values: whose they are is told by which objects they are.
 
-    Attributes:
-        _noted: the keys and values that the last complete forward left; None until then, and from the next write on.
-            Held as the cache holds them: another handle would make the next in-place write copy the buffer, and an `id`
-            could be another array's by then.
+    `_noted` are the keys and values that the last complete forward left; None until then, and from the next write on.
+    They are held as the cache holds them: another handle would make the next in-place write copy the buffer, and an
+    `id` could be another array's by then.
     """
 
     counts = True
-    _noted: tuple[Any, ...] | None = None
-
-    def part(self) -> None:
-        super().part()
-        self._noted = None
 
     def onto(self, twin: Any) -> Journal:
         journal = super().onto(twin)

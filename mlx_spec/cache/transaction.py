@@ -267,7 +267,7 @@ class SpeculativeCacheTransaction:
         """
         if not self.active or self._settled:
             return False
-        return any(journal.changed for journal in self._journals)
+        return any([journal.changed for journal in self._journals])
 
     def settled_onto(self, twins: Sequence[Any], originals: Sequence[Any]) -> None:
         """Bring copies of caches in this round to where `certain` tokens leave them. The caches are not touched."""
