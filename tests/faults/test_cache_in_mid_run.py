@@ -289,6 +289,19 @@ def test_arrays_put_into_any_layer_inside_a_block_are_noticed_and_left_alone(wha
         SpeculativeCacheTransaction(cache, 1).abort()
 
 
+@pytest.mark.parametrize("mix", ["dense", "ring_with_keep", "quantized_from_0"])
+def test_arrays_put_in_beside_a_trim_of_all_caches_are_no_trim(mix: str) -> None:
+    cache = WITH_BATCH[mix].new_cache()
+    steps = begin(mix, cache, "right")
+    take(steps, 3)
+    trim_prompt_cache(cache, 1)
+    put_other_keys(cache[1])
+    theirs = independent_copy(cache)
+    with pytest.raises(CacheChanged, match="changed"):
+        steps.close()
+    assert_same_cache(cache, theirs)
+
+
 @pytest.mark.parametrize("what", PUT)
 def test_arrays_put_between_mark_and_commit_are_refused_and_the_round_can_be_aborted(what: str) -> None:
     mix, layer, put = PUT[what]

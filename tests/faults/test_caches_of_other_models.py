@@ -43,13 +43,15 @@ class Callers(KVCache):
 
 
 class Bare:
-    """Nothing of mlx-lm's, with the least that a cache of rows needs."""
+    """Nothing of mlx-lm's, with the least that a cache of rows needs, and rows that are laid out in another way."""
 
     def __init__(self) -> None:
         self.rows = ConcatenateKVCache()
 
     offset = property(lambda self: self.rows.offset)
     state = property(lambda self: self.rows.state)
+    keys = property(lambda self: None if self.rows.keys is None else self.rows.keys.swapaxes(1, 3))
+    values = property(lambda self: None if self.rows.values is None else self.rows.values.swapaxes(1, 3))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self.rows.update_and_fetch(keys, values)
@@ -158,7 +160,7 @@ TAKEN: dict[str, tuple[str, Callable[[], Caches]]] = {
 }
 
 
-@pytest.mark.part(6)
+@pytest.mark.every_case
 @pytest.mark.parametrize("what", TAKEN)
 def test_caches_that_serve_the_stock_loop_are_taken(what: str) -> None:
     mix, make = TAKEN[what]
