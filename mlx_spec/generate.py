@@ -17,7 +17,15 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import KVQuantization, is_limited, new_caches, tokens_read
+from mlx_spec.cache.adopt import (
+    KVQuantization,
+    is_limited,
+    is_shared_class,
+    leaves,
+    new_caches,
+    rows_held,
+    tokens_read,
+)
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
@@ -28,7 +36,7 @@ from mlx_spec.model.target import DRAWS, Target
 from mlx_spec.options import KIND_OF, Drafting, Options, RunKeywords, StepKeywords, TextKeywords, spelled_out
 from mlx_spec.pairing import load_drafter
 from mlx_spec.progress import prompt_listener, telling_progress
-from mlx_spec.prompts import read_prompt
+from mlx_spec.prompts import check_ends, read_prompt
 from mlx_spec.request import Request
 from mlx_spec.rounds.drafted import open_loop
 from mlx_spec.rounds.engine import Emission, Engine
@@ -37,6 +45,7 @@ from mlx_spec.schedule import FixedWidth
 from mlx_spec.stats import Statistics
 from mlx_spec.stops import TextStream
 from mlx_spec.verify.certified_routes import CertifiedRoutes
+from mlx_spec.verify.record import record_of
 from mlx_spec.verify.routes import STEP_THROUGH
 
 
@@ -86,7 +95,13 @@ class _Run:
     statistics: Statistics
 
 
-def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[int], bool] | None = None) -> _Run:
+def _open_run(
+    prompt: Any,
+    model: nn.Module,
+    options: Options,
+    stops: Callable[[int], bool] | None = None,
+    tokenizers_ends: Iterable[int] = (),
+) -> _Run:
     """Check everything, pair drafter and target, and put the engine together. Nothing has run yet."""
     statistics = options.statistics or Statistics()
     if statistics.rounds:
@@ -94,6 +109,7 @@ def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[
     statistics.open()
     target = Target(model)
     read = read_prompt(prompt, options.input_embeddings, target)
+    check_ends(options.eos_token_ids, tokenizers_ends, target, statistics)
     draws = OwnDraws(read.ids)
     with telling_progress(options.progress):
         drafter = _resolve_drafter(options, target)
@@ -108,7 +124,7 @@ def _open_run(prompt: Any, model: nn.Module, options: Options, stops: Callable[[
         statistics=statistics,
         quantization=KVQuantization(options.kv_bits, options.kv_group_size, options.quantized_kv_start),
         budget=None if options.max_tokens == -1 else options.max_tokens,
-        eos_token_ids=frozenset(options.eos_token_ids),
+        eos_token_ids=frozenset(options.eos_token_ids).union(tokenizers_ends),
         prefill_step_size=options.prefill_step_size,
     )
     if stops is not None:
@@ -197,11 +213,13 @@ def _check_pair(options: Options, drafter: Drafter, target: Target, statistics: 
 def _resolve_caches(options: Options, model: nn.Module, statistics: Statistics) -> list[Any]:
     fresh = new_caches(model, options.max_kv_size)
     caches = fresh if options.prompt_cache is None else options.prompt_cache
-    if len(caches) != len(fresh):
-        raise InvalidRequest(
-            f"prompt_cache holds {len(caches)} caches, this model has {len(fresh)}. "
-            "Give the target's caches alone; a drafter keeps its own."
-        )
+    if caches is not fresh:
+        record_of(model).own_caches.require(caches, fresh, "prompt_cache")
+        rows = rows_held([cache for cache in leaves(caches) if is_shared_class(cache)])
+        if rows not in (None, 1):
+            raise InvalidRequest(
+                f"prompt_cache holds {rows} rows, a run reads one. Take one row out: [cache.extract(0) for each cache]."
+            )
     if options.max_kv_size is not None and not is_limited(caches, options.max_kv_size):
         why = "this model makes its own caches" if caches is fresh else "the prompt cache has its size already"
         statistics.note(f"max_kv_size={options.max_kv_size} has no effect, as in mlx-lm: {why}")
@@ -256,10 +274,11 @@ def generate_step(
         verify: "exact", or "fast", which may differ from plain decoding at near-ties and says so.
         speculative: a SpeculativeConfig, in place of the width arguments.
         max_tokens: tokens to hand out; -1 for no limit; 0 only reads the prompt.
-        prompt_cache: the caches to start from and to leave the text in, changed in place.
+        prompt_cache: the model's caches to start from and to leave the text in, changed in place.
         input_embeddings: [n, H] floats that the model reads in place of the prompt's embedded ids. Drafters that read
             ids are not shown what has none; the statistics say so.
-        eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller.
+        eos_token_ids: ids after which to stop; the id itself is handed out. mlx-lm leaves this to the caller. One that
+            the model does not have is refused.
         statistics: filled in as the run goes on.
         progress: told each Step of loading and certifying, inside this call, and of the prompt; may raise to end them.
 
@@ -349,9 +368,8 @@ def _stream(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     text = TextStream(tokenizer.detokenizer, options.stop)
-    ends = frozenset(tokenizer.eos_token_ids) | frozenset(options.eos_token_ids)
-    options = options.model_copy(update={"eos_token_ids": ends, "tokenizer": tokenizer})
-    run = _open_run(_encode(tokenizer, prompt), model, options, text.feed)
+    options = options.model_copy(update={"tokenizer": tokenizer})
+    run = _open_run(_encode(tokenizer, prompt), model, options, text.feed, frozenset(tokenizer.eos_token_ids))
     return _responses(run, model, text, options.stream)
 
 

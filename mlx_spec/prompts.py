@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.core as mx
 from mlx_spec.errors import InvalidRequest, UnknownAnatomy, UnsupportedOption
 from mlx_spec.model.target import Target
 from mlx_spec.request import Prompt
+from mlx_spec.stats import Statistics
 
 
 def read_prompt(prompt: Any, embeddings: mx.array | None, target: Target) -> Prompt:
@@ -32,7 +34,9 @@ def read_prompt(prompt: Any, embeddings: mx.array | None, target: Target) -> Pro
     else:
         _check_embeddings(embeddings, ids.size, target)
     host_ids = cast(list[int], ids.tolist())
-    _check_vocabulary(host_ids, target)
+    target.require_readable(
+        host_ids, "the prompt's", "Encode the prompt with the tokenizer that belongs to this model."
+    )
     return Prompt(ids, host_ids, embeddings)
 
 
@@ -49,16 +53,34 @@ def _ids(prompt: Any) -> mx.array:
     return ids if ids.size else mx.array([], mx.uint32)
 
 
-def _check_vocabulary(ids: list[int], target: Target) -> None:
-    """Past its table a model reads foreign memory, or ends the process; a negative id counts from the table's end."""
-    rows = target.readable_ids
-    for place, token in enumerate(ids):
-        if token < 0 or (rows is not None and token >= rows):
-            known = "0 or more" if rows is None else f"0 to {rows - 1}"
+def check_ends(named: Iterable[int], tokenizers: Iterable[int], target: Target, statistics: Statistics) -> None:
+    """Refuse ends of the text that can never come where the caller named them; note those of a tokenizer.
+
+    Args:
+        named: ids that the caller gave.
+        tokenizers: those that came with a tokenizer, which may know more ids than the model.
+
+    Raises:
+        InvalidRequest: names the id and the range.
+    """
+    named, others = sorted(named), sorted(tokenizers)
+    if not named and not others:
+        return
+    known = target.sayable_ids
+    if known is None:
+        return
+    for token in named:
+        if token >= known:
             raise InvalidRequest(
-                f"the prompt's token {place} is id {token}, but {target.name} embeds ids {known}. "
-                "Encode the prompt with the tokenizer that belongs to this model."
+                f"eos_token_ids names id {token}, which can never come: {target.name} has ids 0 to {known - 1}. "
+                "Give ids of this model, or leave it out."
             )
+    never = [token for token in others if token >= known]
+    if never:
+        ids = ", ".join(map(str, never))
+        statistics.note(
+            f"the tokenizer ends a text at id {ids}, which can never come: {target.name} has 0 to {known - 1}"
+        )
 
 
 def _check_embeddings(embeddings: mx.array, ids: int, target: Target) -> None:

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal
+from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal, PackedJournal
 from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, drive_by, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
 from mlx_spec.cache.chunked import ChunkedJournal
@@ -36,7 +36,7 @@ _Kinds = dict[type[Any], Callable[[Any, int], Journal]]
 
 _KEPT_BY_LENGTH: _Kinds = {
     KVCache: AppendJournal,
-    QuantizedKVCache: AppendJournal,
+    QuantizedKVCache: PackedJournal,
     BatchKVCache: BatchAppendJournal,
     ConcatenateKVCache: ConcatenateJournal,
 }
@@ -124,6 +124,21 @@ def _handed(cache: Any, made: dict[int, Any]) -> Any:
     if isinstance(cache, CacheList):
         return make_nest(cache, tuple(_handed(member, made) for member in cache.caches))
     return made[id(cache)]
+
+
+def members_of(cache: Any) -> tuple[Any, ...] | None:
+    """The caches in a cache of caches; None for any other."""
+    return tuple(cache.caches) if isinstance(cache, CacheList) else None
+
+
+def is_shared_class(cache: Any) -> bool:
+    """Whether its class, and no parent of it, is one that mlx-lm's models share."""
+    return type(cache) in _KEPT_IN_PART
+
+
+def holds_states(cache: Any) -> bool:
+    """Whether it holds states of fixed size, and no rows."""
+    return isinstance(cache, ArraysCache)
 
 
 def needs_mixers(caches: Sequence[Any]) -> bool:

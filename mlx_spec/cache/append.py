@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_not
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,8 @@ import mlx.core as mx
 from mlx_spec.cache.base import (
     Apply,
     AskedMask,
-    Journal,
     Method,
-    changed_outside,
+    RowsJournal,
     kept_whole,
     per_row,
     too_few,
@@ -31,7 +31,7 @@ def _keys_and_values(self: Any) -> Any:
     return self.journal.shown(super(type(self), self).keys_and_values)
 
 
-class AppendJournal(Journal):
+class AppendJournal(RowsJournal):
     """Remembers the length at which the round began, and nothing else.
 
     No handle on the key and value buffers is kept: a second handle makes the next in-place write
@@ -42,7 +42,6 @@ class AppendJournal(Journal):
         ("update_and_fetch", _update_and_fetch),
         ("keys_and_values", _keys_and_values),
     )
-    counts = True
     counter = "offset"
     """The cache's field that counts its rows in use."""
 
@@ -64,6 +63,7 @@ class AppendJournal(Journal):
         if tokens > 1 and self.forward.needs_mixers:
             self.require_mixer()
         self.require_untouched()
+        self._noted = None
         self._appended += tokens
         self.counted = self._appended
 
@@ -95,6 +95,7 @@ class AppendJournal(Journal):
     def mark(self, position: int) -> None:
         self.marked = self.begun = position
         self._fed.clear()
+        self.note_rows()
 
     def plan(self, retained: Sequence[int]) -> Apply:
         count = uniform(retained, type(self._cache).__name__)
@@ -112,7 +113,7 @@ class AppendJournal(Journal):
 
     def trimmed(self) -> int | None:
         surplus = self._base + self._appended - int(getattr(self._cache, self.counter))
-        return surplus if surplus >= 0 else None
+        return surplus if surplus >= 0 and not self.other_rows else None
 
     def untrim(self) -> None:
         setattr(self._cache, self.counter, self._base + self._appended)
@@ -128,10 +129,35 @@ class AppendJournal(Journal):
     def nbytes(self) -> int:
         return 0
 
-    def require_untouched(self) -> None:
-        want = self._base + self._appended
-        if self.length != want:
-            raise changed_outside(f"length {self.length}, expected {want}")
+    def lengths(self) -> tuple[int, int]:
+        return getattr(self._cache, self.counter), self._base + self._appended
+
+    @property
+    def changed(self) -> bool:
+        # Asked of every layer, for each token of a block: without a further call.
+        noted, cache = self._noted, self._cache
+        if noted is not None and (noted[0] is not cache.keys or noted[1] is not cache.values):
+            return True
+        return bool(getattr(cache, self.counter) != self._base + self._appended)
+
+
+class PackedJournal(AppendJournal):
+    """Quantized keys and values: each several arrays, of which a caller may put in a single one."""
+
+    def note_rows(self) -> None:
+        self._noted = self._parts()
+
+    @property
+    def other_rows(self) -> bool:
+        return self._noted is not None and any(map(is_not, self._noted, self._parts()))
+
+    @property
+    def changed(self) -> bool:
+        return self.other_rows or self._cache.offset != self._base + self._appended
+
+    def _parts(self) -> tuple[Any, ...]:
+        keys, values = self._cache.keys, self._cache.values
+        return (None, None) if keys is None or values is None else (*keys, *values)
 
 
 class ConcatenateJournal(AppendJournal):
@@ -163,15 +189,20 @@ class ConcatenateJournal(AppendJournal):
         if self._appended:
             self._cut(0)
 
-    def require_untouched(self) -> None:
-        super().require_untouched()
+    def lengths(self) -> tuple[int, int]:
+        rows = self.length, self._base + self._appended
         # A trim counts down the offset alone. An older one may stand between it and the rows.
-        if self._cache.offset != self._after(self._appended):
-            raise changed_outside(f"offset {self._cache.offset}, expected {self._after(self._appended)}")
+        return rows if rows[0] != rows[1] else (self._cache.offset, self._after(self._appended))
+
+    @property
+    def changed(self) -> bool:
+        own, expected = self.lengths()
+        return own != expected or self.other_rows
 
     def trimmed(self) -> int | None:
         surplus = self._after(self._appended) - self._cache.offset
-        return surplus if surplus >= 0 and self.length == self._base + self._appended else None
+        same = self.length == self._base + self._appended and not self.other_rows
+        return surplus if surplus >= 0 and same else None
 
     def untrim(self) -> None:
         self._cache.offset = self._after(self._appended)

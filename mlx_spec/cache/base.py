@@ -104,6 +104,7 @@ class Journal(abc.ABC):
         counts: it sees what is written, so it counts tokens by itself, and a number or a few fields of the cache tell
             whether somebody else wrote to it.
         needs_mixer: what several tokens wrote at once cannot be cut without the mixer.
+        _noted: what tells whether the cache's arrays are the round's, let go of with the round.
         looking_at: position of the forward that a mixer takes on its own just now, None when none does.
         masks: id of a mask array the model asked this round's leaves for -> how it asked.
         forward: what this round's leaves know of the forward that is running.
@@ -123,6 +124,7 @@ class Journal(abc.ABC):
     driven: bool = False
     masks: dict[int, AskedMask]
     forward: Forward
+    _noted: tuple[Any, ...] | None = None
 
     def __init__(self, cache: Any, width: int) -> None:
         self._cache = cache
@@ -160,6 +162,7 @@ class Journal(abc.ABC):
     def part(self) -> None:
         """The round is over: part the leaf from the cache. `restore` still works."""
         self.closed = True
+        self._noted = None
         leaf = self.leaf
         if leaf is not None:
             leaf.__dict__ = {}
@@ -301,6 +304,51 @@ class Journal(abc.ABC):
         """Bytes held only because the round is open."""
 
 
+class RowsJournal(Journal):
+    """Of a cache that holds keys and values: whose they are is told by which objects they are.
+
+    `_noted` are the keys and values that the last complete forward left; None until then, and from the next write on.
+    They are held as the cache holds them: another handle would make the next in-place write copy the buffer, and an
+    `id` could be another array's by then.
+    """
+
+    counts = True
+
+    def onto(self, twin: Any) -> Journal:
+        journal = super().onto(twin)
+        # The copy's arrays are others.
+        vars(journal).update(_noted=None)
+        return journal
+
+    def note_rows(self) -> None:
+        """A forward is complete: these are its rows."""
+        self._noted = (self._cache.keys, self._cache.values)
+
+    @property
+    def other_rows(self) -> bool:
+        """Whether somebody put other keys or values into the cache since then."""
+        noted, cache = self._noted, self._cache
+        return noted is not None and (noted[0] is not cache.keys or noted[1] is not cache.values)
+
+    @abc.abstractmethod
+    def lengths(self) -> tuple[int, int]:
+        """The cache's own count of its tokens, and the round's."""
+
+    @property
+    def changed(self) -> bool:
+        own, expected = self.lengths()
+        return own != expected or self.other_rows
+
+    def require_untouched(self) -> None:
+        if self.changed:
+            own, expected = self.lengths()
+            raise changed_outside(
+                f"length {own}, expected {expected}"
+                if own != expected
+                else "its keys or values are other arrays than the last forward left"
+            )
+
+
 @cache
 def leaf_class(base: type[Any], methods: tuple[tuple[str, Method], ...] = ()) -> type[Any]:
     """A subclass of a cache class whose instances can carry a journal without showing it.
@@ -352,6 +400,18 @@ def _make_mask(self: Any, tokens: int, *args: Any, **keywords: Any) -> Any:
     if tokens > 1 and isinstance(mask, mx.array):
         self.journal.masks[id(mask)] = AskedMask(mask, type(self), args, keywords, {})
     return mask
+
+
+def with_leaf(value: Any, leaf: Any, other: Any) -> Any:
+    """What a mixer was handed, with one leaf in the place of another, also in a cache of caches."""
+    if value is leaf:
+        return other
+    if not is_leaf(value) or not hasattr(value, "members"):
+        return value
+    nest = object.__new__(type(value))
+    nest.__dict__ = value.__dict__
+    nest.members = tuple(with_leaf(member, leaf, other) for member in value.members)
+    return nest
 
 
 def is_leaf(value: Any) -> bool:

@@ -66,6 +66,8 @@ class ChunkedJournal(AppendJournal):
     def losing(self, count: int) -> None:
         """So many rows are about to be cut from the front."""
         cache = self._cache
+        self.require_untouched()
+        self._noted = None
         first, last = max(self._base, cache.start_position), cache.start_position + count
         if last > first:
             index = mx.arange(first, last) - cache.start_position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any
 
 import mlx.core as mx
@@ -63,6 +64,15 @@ class RecurrentJournal(StepwiseJournal):
             whole = list(self._cache.cache)
             return lambda: self._keep_ragged(list(retained), whole)
         return kept_whole if retained[0] and counts == {self.appended} else lambda: self._go_to(retained[0])
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._standing) and not self._fed and any(map(is_not, self._now(), self._standing))
+
+    def _now(self) -> list[Any]:
+        # The few fields there are, without a walk: asked of every layer for each token of a block.
+        cache = self._cache
+        return [len(cache.cache), cache.left_padding, cache.lengths, *cache.cache]
 
     def onto(self, twin: Any) -> Journal:
         journal = super().onto(twin)

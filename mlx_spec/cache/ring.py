@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import Apply, Journal, changed_outside, kept_whole, too_few, uniform
+from mlx_spec.cache.base import Apply, Journal, RowsJournal, kept_whole, too_few, uniform
 from mlx_spec.cache.stepwise import StepwiseJournal, fingerprint
 from mlx_spec.errors import TransactionError
 
@@ -83,7 +83,7 @@ def _keys_and_values(self: Any) -> Any:
     return self.journal.shown(super(type(self), self).keys_and_values)
 
 
-class RingJournal(Journal):
+class RingJournal(RowsJournal):
     """An undo log: the rows a round will overwrite, copied before it, and the rows it writes.
 
     The log needs writes of one token, as attention over a ring needs them anyway: a row must be
@@ -106,7 +106,6 @@ class RingJournal(Journal):
     methods = (("update_and_fetch", _update_and_fetch), ("keys_and_values", _keys_and_values))
     wants_positions = True
     needs_mixer = True
-    counts = True
 
     def __init__(self, cache: Any, width: int) -> None:
         super().__init__(cache, width)
@@ -150,19 +149,18 @@ class RingJournal(Journal):
         if tokens > 1:
             require_single(self, tokens)
         self.require_untouched()
+        self._noted = None
         self._written.append((keys, values))
         self._appended += tokens
         self.counted = self._appended
 
-    def require_untouched(self) -> None:
-        want = self._path.places[0].offset + self._appended
-        if self._offset() != want:
-            raise changed_outside(f"length {self._offset()}, expected {want}")
+    def lengths(self) -> tuple[int, int]:
+        return self._offset(), self._path.places[0].offset + self._appended
 
     def trimmed(self) -> int | None:
         place = self._path.places[self._appended]
         surplus = place.offset - self._offset()
-        return surplus if surplus == place.cursor - self._cache._idx >= 0 else None
+        return surplus if surplus == place.cursor - self._cache._idx >= 0 and not self.other_rows else None
 
     def untrim(self) -> None:
         self._set_place(self._appended)
@@ -180,6 +178,7 @@ class RingJournal(Journal):
         self.marked = self.begun = position
         self._fed.clear()
         self._views = {}
+        self.note_rows()
 
     def begin(self, position: int) -> None:
         super().begin(position)

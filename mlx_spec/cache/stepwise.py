@@ -170,7 +170,7 @@ class StepwiseJournal(Journal):
         if not self.counts:
             self.counted = None
         self._take(position)
-        self._standing = fingerprint(self._cache)
+        self._standing = self._now()
 
     def begin(self, position: int) -> None:
         super().begin(position)
@@ -214,9 +214,15 @@ class StepwiseJournal(Journal):
 
     def require_untouched(self) -> None:
         """What stands now must be what stood at the last mark; a round that marks nothing is taken at its word."""
-        now = fingerprint(self._cache) if self._standing and not self._fed else self._standing
-        if now != self._standing:
+        if self.changed:
             raise changed_outside("its fields are not those of the last marked step")
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._standing) and not self._fed and self._now() != self._standing
+
+    def _now(self) -> list[Any]:
+        return fingerprint(self._cache)
 
     @property
     def nbytes(self) -> int:

@@ -260,15 +260,14 @@ class SpeculativeCacheTransaction:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody else wrote to the first cache, as far as a look at one cache can tell.
+        """Whether somebody else wrote to a cache, as far as its fields tell.
 
         Cost:
-            A look at one number or one cache's fields, whatever the number of layers.
+            A look at a few fields of each layer; nothing is read from a device.
         """
         if not self.active or self._settled:
             return False
-        counted = (journal for journal in self._journals if journal.counts)
-        return next(counted, self._journals[0]).changed
+        return any([journal.changed for journal in self._journals])
 
     def settled_onto(self, twins: Sequence[Any], originals: Sequence[Any]) -> None:
         """Bring copies of caches in this round to where `certain` tokens leave them. The caches are not touched."""

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.errors import IncompatiblePair, UnknownAnatomy
+from mlx_spec.errors import IncompatiblePair, InvalidRequest, UnknownAnatomy
 from mlx_spec.model.anatomy import Anatomy, anatomy_of, architecture, embedding_without_anatomy
 from mlx_spec.model.swap import own_class
 from mlx_spec.model.taps import attach, recording
@@ -144,6 +144,35 @@ class Target:
         # An adapter keeps the table it stands on inside.
         found = [each for each in table.modules() if isinstance(each, nn.Embedding | nn.QuantizedEmbedding)]
         return max((int(each.weight.shape[0]) for each in found), default=None)
+
+    def require_readable(self, ids: Sequence[int], whose: str, way_out: str) -> None:
+        """Refuse ids that it has no embedding for.
+
+        Past its table a model reads foreign memory, or ends the process; a negative id counts from the table's end.
+
+        Args:
+            ids: on the host.
+            whose: what they belong to, for the message.
+            way_out: what the caller can do, a sentence.
+
+        Raises:
+            InvalidRequest: names the id and the range.
+        """
+        rows = self.readable_ids
+        for place, token in enumerate(ids):
+            if token < 0 or (rows is not None and token >= rows):
+                known = "0 or more" if rows is None else f"0 to {rows - 1}"
+                raise InvalidRequest(
+                    f"{whose} token {place} is id {token}, but {self.name} embeds ids {known}. {way_out}"
+                )
+
+    @property
+    def sayable_ids(self) -> int | None:
+        """Ids that may come out of it, from 0 on; None where nothing is known about its head."""
+        try:
+            return max(self.readable_ids or 0, self.head_size)
+        except UnknownAnatomy:
+            return None
 
     @property
     def reads_embeddings(self) -> bool:

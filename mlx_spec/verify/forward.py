@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.cache.adopt import cache_arrays, rows_held
+from mlx_spec.cache.adopt import cache_arrays, new_caches, rows_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, InvalidRequest
 from mlx_spec.model.target import DRAWS, Target, TargetOutput
@@ -17,6 +17,7 @@ from mlx_spec.schedule import MAX_WIDTH
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.block import step_through, verify
 from mlx_spec.verify.certified_routes import CertifiedRoutes
+from mlx_spec.verify.record import record_of
 from mlx_spec.verify.routes import STEP_THROUGH
 
 
@@ -50,8 +51,9 @@ def verify_forward(
 
     Args:
         model: as mlx-lm loads it. What the route needs is attached to it; `detach` takes it off.
-        tokens: [B, W] token ids.
-        caches: the model's caches, of B rows, as mlx-lm makes them.
+        tokens: [B, W] token ids that the model has embeddings for.
+        caches: the model's caches, of B rows, as mlx-lm makes them. Those of another model are refused, as far as
+            kinds, heads and sizes tell; classes of your own are taken.
         capture: 0-based decoder layers whose outputs are wanted, each once; they come in this order.
         statistics: where it is told why a block was not taken, and by which routes it was read.
 
@@ -60,12 +62,13 @@ def verify_forward(
         of these rows would have left, bit for bit.
 
     Raises:
-        InvalidRequest: tokens or capture do not fit the model or the caches. Nothing was changed.
+        InvalidRequest: tokens, caches or capture do not fit the model or each other. Nothing was changed.
         TransactionError: a cache is in an open transaction already. Nothing was changed.
         Anything else: what the model raised. The round is aborted.
 
     Cost:
-        Once for each width and kind of caches, the trial of its routes. Then lazy where the block is read in one
+        Once for each width and kind of caches, the trial of its routes. Then one host read, of the tokens: an id past
+        the table would have the model read foreign memory. The rest is lazy where the block is read in one
         forward; read in parts or token by token, all but the last are evaluated.
 
     Example:
@@ -84,7 +87,9 @@ def verify_forward(
         5
     """
     target, statistics = Target(model), statistics or Statistics()
+    record_of(model).own_caches.require(caches, new_caches(model), "the list of caches")
     _check_tokens(tokens, caches)
+    _check_ids(tokens, target)
     taps = _taps(target, capture)
     target.attach_taps(taps)
     routes = CertifiedRoutes(target, "exact", statistics)
@@ -166,6 +171,12 @@ def _check_tokens(tokens: mx.array, caches: Sequence[Any]) -> None:
     held = rows_held(caches)
     if held not in (None, tokens.shape[0]):
         raise InvalidRequest(f"tokens have {tokens.shape[0]} rows, the caches hold {held}. Give one row for each.")
+
+
+def _check_ids(tokens: mx.array, target: Target) -> None:
+    for row, ids in enumerate(cast(list[list[int]], tokens.tolist())):
+        whose = "the block's" if len(tokens) == 1 else f"row {row}'s"
+        target.require_readable(ids, whose, "Give ids of this model's own vocabulary.")
 
 
 def _taps(target: Target, capture: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_spec.cache.base import AskedMask, journals_among
+from mlx_spec.cache.base import AskedMask, journals_among, with_leaf
 from mlx_spec.errors import CannotMix
 from mlx_spec.verify.recall import Recall
 from mlx_spec.verify.routes import plan_in_force
@@ -121,8 +121,8 @@ class Mix:
     def onto(self, leaf: Any, other: Any) -> Mix:
         """The same call with one leaf in the place of another, to be replayed there."""
         twin = copy.copy(self)
-        twin._positional = {name: other if value is leaf else value for name, value in self._positional.items()}
-        twin._keywords = {name: other if value is leaf else value for name, value in self._keywords.items()}
+        twin._positional = {name: with_leaf(value, leaf, other) for name, value in self._positional.items()}
+        twin._keywords = {name: with_leaf(value, leaf, other) for name, value in self._keywords.items()}
         twin._journals = journals_among([other])
         twin._masks = twin._journals[0].masks
         return twin

@@ -17,6 +17,7 @@ from mlx_spec.verify.certificate import Certificate
 from mlx_spec.verify.known import Known
 from mlx_spec.verify.look import Look
 from mlx_spec.verify.op_table import OpTable
+from mlx_spec.verify.own_caches import OwnCaches
 from mlx_spec.verify.trial import Situation
 from mlx_spec.verify.verdicts import Verdicts, facts_of
 
@@ -36,11 +37,13 @@ class ModelRecord:
 
     Attributes:
         bindings: the names of mlx-lm that are bound for this model.
+        own_caches: tells whether caches are this model's.
         tokenizer: what `mlx_spec.load` gave with the model; None where the model came another way.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
         self.bindings = Bindings()
+        self.own_caches = OwnCaches(model)
         self.tokenizer: Any = None
         self._model = weakref.ref(model)
         self._folder = folder

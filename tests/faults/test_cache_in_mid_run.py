@@ -10,14 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx_lm.generate import generate_step as stock_step
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
-from mlx_spec import settled_cache
+from mlx_spec import attach, settled_cache
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.errors import CacheChanged, TransactionError
 from mlx_spec.generate import generate_step
+from mlx_spec.verify.mix import Mix
 from tests.faults.mixes import WITH_BATCH, stock_run
 from tests.oracle import OracleRun, independent_copy
 from tests.rounds.runs import DRAFTERS
@@ -232,3 +234,123 @@ def test_a_second_run_on_a_cache_inside_a_block_is_refused_before_anything_is_ch
     steps.close()
     assert ids == list(run.ids[:7])
     assert_same_cache(cache, run.cache_after(7))
+
+
+# Arrays put into a cache inside a block
+
+
+def replaced(held: Any) -> Any:
+    """Another object of the same shape."""
+    return held + 1 if isinstance(held, mx.array) else [*held[:-1], held[-1] * 2]
+
+
+def put_other_keys(cache: Any) -> None:
+    cache.keys = replaced(cache.keys)
+
+
+def put_other_values(cache: Any) -> None:
+    cache.values = replaced(cache.values)
+
+
+def put_other_state(cache: Any) -> None:
+    cache[1] = replaced(cache[1])
+
+
+def trim_and_put_other_keys(cache: Any) -> None:
+    cache.trim(1)
+    put_other_keys(cache)
+
+
+PUT: dict[str, tuple[str, int, Callable[[Any], None]]] = {
+    "keys of the first layer": ("dense", 0, put_other_keys),
+    "values of the last layer": ("dense", -1, put_other_values),
+    "keys of a window": ("sliding", 0, put_other_keys),
+    "keys of full attention beside windows": ("sliding", 2, put_other_keys),
+    "values of a window that keeps its first rows": ("ring_with_keep", 1, put_other_values),
+    "the last array of packed keys": ("quantized_from_0", 1, put_other_keys),
+    "keys of a chunk": ("chunked", 0, put_other_keys),
+    "keys of a batch": ("batch", 1, put_other_keys),
+    "a recurrent state": ("hybrid", 0, put_other_state),
+    "a nested recurrent state": ("cache_list", 1, lambda cache: put_other_state(cache[0])),
+    "nested keys": ("cache_list", 2, lambda cache: put_other_keys(cache[1])),
+    "a trim and keys": ("dense", 1, trim_and_put_other_keys),
+}
+
+
+@pytest.mark.parametrize("what", PUT)
+def test_arrays_put_into_any_layer_inside_a_block_are_noticed_and_left_alone(what: str) -> None:
+    mix, layer, put = PUT[what]
+    for goes_on in (True, False):
+        cache = WITH_BATCH[mix].new_cache()
+        steps = begin(mix, cache, "right")
+        take(steps, 3)
+        put(cache[layer])
+        theirs = independent_copy(cache)
+        with pytest.raises(CacheChanged, match="changed"):
+            next(steps) if goes_on else steps.close()
+        assert_same_cache(cache, theirs)
+        SpeculativeCacheTransaction(cache, 1).abort()
+
+
+@pytest.mark.parametrize("mix", ["dense", "ring_with_keep", "quantized_from_0"])
+def test_arrays_put_in_beside_a_trim_of_all_caches_are_no_trim(mix: str) -> None:
+    cache = WITH_BATCH[mix].new_cache()
+    steps = begin(mix, cache, "right")
+    take(steps, 3)
+    trim_prompt_cache(cache, 1)
+    put_other_keys(cache[1])
+    theirs = independent_copy(cache)
+    with pytest.raises(CacheChanged, match="changed"):
+        steps.close()
+    assert_same_cache(cache, theirs)
+
+
+@pytest.mark.parametrize("what", PUT)
+def test_arrays_put_between_mark_and_commit_are_refused_and_the_round_can_be_aborted(what: str) -> None:
+    mix, layer, put = PUT[what]
+    model, cache = WITH_BATCH[mix].model(), stock(mix).cache_after(4)
+    attach(model)
+    with SpeculativeCacheTransaction(cache, 3) as tx:
+        mx.eval(model(mx.array([[5, 6, 7]]), cache=tx.caches))
+        tx.mark(3)
+        assert not tx.changed
+        tx.validate(2)
+        put(cache[layer])
+        assert tx.changed
+        for refused in (tx.validate, tx.commit):
+            with pytest.raises(CacheChanged, match="outside"):
+                refused(2)
+    SpeculativeCacheTransaction(cache, 1).abort()
+
+
+def test_a_round_without_caches_was_changed_by_nobody() -> None:
+    with SpeculativeCacheTransaction([None], 2) as tx:
+        assert not tx.changed
+        tx.mark(2)
+        tx.commit(1)
+
+
+class _Sums(nn.Module):
+    """A recurrence whose mixer is handed the cache list itself, with one state in it."""
+
+    def __call__(self, x: mx.array, cache: Any) -> mx.array:
+        held = cache[0][0]
+        sums = mx.cumsum(x, axis=1) + (0 if held is None else held)
+        cache[0][0] = sums[:, -1:]
+        return sums
+
+
+def test_a_settled_copy_of_a_state_alone_in_its_list_is_brought_there_and_the_cache_is_not() -> None:
+    mixer, x = _Sums(), mx.arange(1.0, 9.0)[None, :, None]
+    caches = [CacheList(ArraysCache(1))]
+    mixer(x[:, :4], caches[0])
+    whole = mx.sum(x, axis=1, keepdims=True)
+    with SpeculativeCacheTransaction(caches, 4) as tx:
+        Mix(mixer, {"x": x[:, 4:], "cache": tx.caches[0]}, {}).run()
+        tx.mark(4)
+        tx.certain = 2
+        settled = settled_cache(caches)
+        assert mx.array_equal(settled[0][0][0], mx.sum(x[:, :6], axis=1, keepdims=True))
+        assert mx.array_equal(caches[0][0][0], whole)
+        tx.commit(4)
+    assert mx.array_equal(caches[0][0][0], whole)

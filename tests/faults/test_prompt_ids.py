@@ -9,9 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_spec import generate, generate_step, speculative_generate_step, stream_generate
+from mlx_spec import Statistics, generate, generate_step, speculative_generate_step, stream_generate, verify_forward
 from mlx_spec.errors import InvalidRequest
 from mlx_spec.model.anatomy import ANATOMY_BY_MODULE
 from tests.checkpoints import ascii_tokenizer, byte_tokenizer, tiny_model
@@ -112,6 +113,54 @@ def test_a_prompt_that_is_no_sequence_of_ids_is_one_line(given: Any) -> None:
         speculative_generate_step(given, MIXES["dense"].model(), "ngram")
     assert "\n" not in str(caught.value)
     assert "one sequence of token ids" in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[[10**6, 1]], [[VOCAB, 1]], [[1, 2], [3, VOCAB]], [[-1, 1]], [[3, 2**31]]], ids=str)
+def test_a_block_of_ids_outside_the_vocabulary_is_refused_before_anything_is_opened(ids: list[list[int]]) -> None:
+    mix = MIXES["dense"]
+    caches = mix.new_cache()
+    with pytest.raises(InvalidRequest, match=f"embeds ids 0 to {VOCAB - 1}") as caught:
+        verify_forward(mix.model(), mx.array(ids), caches)
+    assert ("row 1's token 1" if len(ids) > 1 else "the block's token") in str(caught.value)
+    assert all(leaf.empty() for leaf in caches)
+    verify_forward(mix.model(), mx.array([[VOCAB - 1, 0]]), caches).transaction.abort()
+
+
+def test_the_ids_of_a_block_are_read_once() -> None:
+    mix = MIXES["dense"]
+    caches = mix.new_cache()
+    verify_forward(mix.model(), mx.array([[1, 2]]), caches).transaction.abort()
+    with count_host_reads() as reads:
+        verify_forward(mix.model(), mx.array([[1, 2]]), caches).transaction.abort()
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize("ends", [[10**9], [5, VOCAB]], ids=str)
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_an_end_id_that_can_never_come_is_refused(ends: list[int], draft: str | None) -> None:
+    mix = MIXES["dense"]
+    cache = mix.new_cache()
+    with pytest.raises(InvalidRequest, match=rf"eos_token_ids names id {ends[-1]}, .* 0 to {VOCAB - 1}"):
+        generate_step(PROMPT, mix.model(), draft_model=draft, prompt_cache=cache, eos_token_ids=ends)
+    assert all(leaf.empty() for leaf in cache)
+    assert list(generate_step(PROMPT, mix.model(), draft_model=draft, eos_token_ids=[VOCAB - 1], max_tokens=1))
+
+
+def test_an_end_id_of_a_tokenizer_that_can_never_come_is_told() -> None:
+    model, statistics = tiny_model(num_hidden_layers=1), Statistics()
+    tokenizer = TokenizerWrapper(byte_tokenizer(), eos_token_ids=[3, 200])
+    assert list(stream_generate(model, tokenizer, [1, 2], 2, statistics=statistics))
+    assert [note for note in statistics.notes if "200" in note and "0 to 95" in note]
+    with pytest.raises(InvalidRequest, match="eos_token_ids names id 96"):
+        stream_generate(model, tokenizer, [1, 2], 2, eos_token_ids=[96])
+
+
+def test_a_head_wider_than_the_table_has_ends_of_its_own() -> None:
+    model = tiny_model(num_hidden_layers=1, vocab_size=96)
+    model.lm_head = nn.Linear(32, 128, bias=False)
+    assert list(generate_step([1, 2], model, max_tokens=1, eos_token_ids=[127]))
+    with pytest.raises(InvalidRequest, match="0 to 127"):
+        generate_step([1, 2], model, eos_token_ids=[128])
 
 
 def test_a_prompt_is_read_once_and_no_round_reads_it_again() -> None:
