@@ -12,6 +12,7 @@ from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.forms import Form, first_misfit, form_of, steady
 from mlx_spec.errors import InvalidRequest
 from mlx_spec.model.target import Target
+from mlx_spec.sampling import random_state_kept
 
 _WAY_OUT = (
     "Give caches that were made for this model, by mlx_lm.models.cache.make_prompt_cache(model) or its own make_cache."
@@ -84,8 +85,9 @@ def _forms_of(model: Any) -> list[Form] | None:
     """What a model's caches are like; None where mlx-lm's own do not serve it, as in a wrapper of another model."""
     target, caches = Target(model), new_caches(model)
     try:
-        first = list(map(form_of, target.used_caches(caches)))
-        return list(map(steady, first, map(form_of, target.used_caches(caches))))
+        with random_state_kept():
+            first = list(map(form_of, target.used_caches(caches)))
+            return list(map(steady, first, map(form_of, target.used_caches(caches))))
     except Exception:  # noqa: BLE001  a model of any kind; a forward of the run tells what is wrong with it
         return None
 

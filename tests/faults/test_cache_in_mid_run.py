@@ -12,7 +12,14 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.generate import generate_step as stock_step
-from mlx_lm.models.cache import ArraysCache, CacheList, load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    can_trim_prompt_cache,
+    load_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 
 from mlx_spec import attach, settled_cache
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
@@ -189,7 +196,7 @@ def test_a_settled_copy_can_be_trimmed_and_continued_beside_the_run() -> None:
     assert_same_cache(cache, run.cache_after(8))
 
 
-@TRIMMABLE
+@pytest.mark.parametrize("mix", ["dense", "quantized_from_0", "chunked", "batch"])
 @pytest.mark.parametrize("length", [1, 3, 4])
 @pytest.mark.part(4)
 def test_a_trim_inside_a_block_stands_on_the_text_handed_out(mix: str, length: int) -> None:
@@ -207,6 +214,21 @@ def test_a_trim_inside_a_block_stands_on_the_text_handed_out(mix: str, length: i
         trim_prompt_cache(want, 3)
         assert_same_cache(cache, want)
         SpeculativeCacheTransaction(cache, 1).abort()
+
+
+def test_a_window_that_is_full_with_what_is_open_is_not_trimmed_and_says_so() -> None:
+    for taken in (3, 11):
+        cache, run = WITH_BATCH["sliding"].new_cache(), stock("sliding")
+        steps = begin("sliding", cache, "right")
+        take(steps, taken)
+        assert not can_trim_prompt_cache(cache)
+        assert trim_prompt_cache(cache, 3) == 0
+        # Before it is full without the block, the settled copy can be trimmed as stock's cache can.
+        room = can_trim_prompt_cache(run.cache_after(taken))
+        assert can_trim_prompt_cache(settled_cache(cache)) == room == (taken == 3)
+        assert take(steps, 2) == list(run.ids[taken : taken + 2])
+        steps.close()
+        assert_same_cache(cache, run.cache_after(taken + 2))
 
 
 @pytest.mark.part(2)

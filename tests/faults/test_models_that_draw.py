@@ -103,3 +103,12 @@ def test_a_model_put_to_training_between_the_call_and_the_first_token_is_decoded
     model.train()
     assert [token for token, _ in steps] == text(stock_step, model, "greedy", EMITTED)[0]
     assert any("call model.eval()" in note for note in statistics.notes)
+
+
+def test_to_look_at_a_warm_cache_moves_no_random_state() -> None:
+    model, cache = adapted("dense"), MIXES["dense"].new_cache()
+    mx.eval(model(mx.array([[1, 2]]), cache=cache))
+    mx.random.seed(3)
+    before = rng_key()
+    generate_step(mx.array(PROMPT), model, prompt_cache=cache)
+    assert rng_key() == before
