@@ -20,7 +20,7 @@ from mlx_spec.environment import mlx_settings
 from mlx_spec.files import read_regular, replace_file, sole_writer
 from mlx_spec.model.swap import own_class
 from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
-from mlx_spec.verify.sources import own_edition, sources_of
+from mlx_spec.verify.sources import OF_THIS_PROCESS, own_edition, sources_of
 
 Found = TypeVar("Found")
 
@@ -62,7 +62,8 @@ class Verdicts:
 
     def __init__(self, facts: dict[str, str], folder: Path | None) -> None:
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
-        self.path = None if folder is None else folder / f"{digest}.json"
+        alone = any(fact.startswith(OF_THIS_PROCESS) for fact in facts.values())
+        self.path = None if folder is None or alone else folder / f"{digest}.json"
         self._findings = self._read(facts)
         self.kept = sum(map(len, self._findings.ops.values())) + sum(map(len, self._findings.blocks.values()))
         self._lock = threading.Lock()
@@ -161,5 +162,6 @@ def make_of(model: nn.Module) -> str:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)
-    return plain and (name == "_training" or not name.startswith("_"))
+    if name.startswith("_"):
+        return isinstance(value, bool | int | float | str)
+    return isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)
