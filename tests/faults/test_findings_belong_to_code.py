@@ -25,8 +25,8 @@ from mlx_spec.verify.look import Look
 from mlx_spec.verify.record import detach, record_of
 from mlx_spec.verify.sources import sources_of
 from mlx_spec.verify.verdicts import Verdicts, facts_of, make_of
-from tests.faults.edits import assert_exact, built
-from tests.tiny import MIXES, PROMPT, from_mlx_lm, randomise
+from tests.faults.edits import assert_exact, built, tiny
+from tests.tiny import MIXES, PROMPT, randomise
 
 pytestmark = pytest.mark.faults
 
@@ -147,11 +147,6 @@ def test_training_and_evaluation_are_two_makes() -> None:
 # Code that no bytecode of a method shows
 
 
-def tiny() -> Any:
-    sizes = {"hidden_size": 20, "intermediate_size": 28, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return randomise(lambda: from_mlx_lm("llama", num_hidden_layers=1, rms_norm_eps=1e-5, **sizes), 0)
-
-
 _swiglu, _attend, _mlp = llama.swiglu, llama.scaled_dot_product_attention, llama.MLP.__call__
 
 FACTOR = 0.0
@@ -172,6 +167,9 @@ def by_function_of_a_global(self: Any, x: mx.array) -> mx.array:
 
 
 class Private(llama.MLP):
+    def bend_by(self, factor: float) -> None:
+        self._factor = factor
+
     def __call__(self, x: mx.array) -> mx.array:
         return bent(super().__call__(x), x.shape[1], self._factor)
 
@@ -244,7 +242,7 @@ def callable_object(model: Any, patch: Patch, factor: float) -> None:
 def private_attribute(model: Any, patch: Patch, factor: float) -> None:
     for layer in model.layers:
         layer.mlp.__class__ = Private
-        layer.mlp._factor = factor
+        layer.mlp.bend_by(factor)
 
 
 def function_that_a_module_holds(model: Any, patch: Patch, factor: float) -> None:
