@@ -101,6 +101,9 @@ class CertifiedRoutes:
             return self._step_through(f"{names} is none of the caches that are known to keep a part of a block")
         if self.verify == "fast":
             return self._fast(width, place.situation)
+        complaint = self._known.take_complaint()
+        if complaint is not None:
+            self._statistics.note(complaint)
         started = time.perf_counter()
         with telling_progress(self._progress):
             certificate = self._known.certificate(place.situation)

@@ -42,6 +42,10 @@ class Known:
         self._mixers: list[weakref.ref[Any]] | None = None
         self._lock = threading.RLock()
 
+    def take_complaint(self) -> str | None:
+        """Why findings on disk were not believed, in a sentence; told once."""
+        return self.ops.verdicts.take_complaint()
+
     @functools.cached_property
     def block_limit(self) -> int | None:
         """See `lengths.block_limit`."""

@@ -10,36 +10,41 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_spec.model.swap import own_class
+from mlx_spec.verify.reach import PLAIN, reach_of
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_TRAINING = "_training"
-"""The one name with an underscore that decides what is computed; the others are what models remember by themselves."""
+_NOTHING = type(None)
 
 
 class Look:
-    """The modules of a model, which objects they are, their classes, settings, shapes and dtypes; no weight's value.
+    """The modules of a model, which objects they are, their classes, settings, shapes and dtypes; no weight's value;
+    and the functions that its methods come to (`Reach`).
 
     Two looks at an unchanged model agree, whatever is attached to it. Nothing is kept alive: an object that went, and
     another that came to stand where it stood, are told apart by weak references.
 
+    Attributes:
+        reach: the functions.
+
     Cost:
         A walk over the modules in Python; nothing is read from a device. Of a llama of 30 layers, quantized to 4 bits,
-        .6 ms.
+        .9 ms, of which .1 for the functions; some milliseconds more where those have changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._objects: list[Any] = []
         self._forms: list[Any] = []
         self._own: dict[type[Any], type[Any]] = {}
+        self._functions: dict[int, Any] = {}
         self._seen: set[int] = set()
         self._walk(model)
-        for own in dict.fromkeys(self._own.values()):
-            self._note_methods(own)
+        roots = [*dict.fromkeys(self._own.values()), *self._functions.values()]
+        self.reach = reach_of(roots)
+        del self._own, self._functions
 
     def agrees(self, other: Look) -> bool:
         """Whether the model was the same at both looks."""
         same = len(self._objects) == len(other._objects) and all(map(is_, self._objects, other._objects))
-        return same and self._forms == other._forms
+        return same and self._forms == other._forms and self.reach.agrees(other.reach)
 
     def _walk(self, model: nn.Module) -> None:
         # One loop without calls for what occurs a thousand times: this runs at the start of every request.
@@ -75,14 +80,16 @@ class Look:
         self._objects.append(weakref.ref(module))
         forms.append(own)
         for name, value in module.__dict__.items():
-            if name[0] != "_" or name == _TRAINING:
-                if type(value) in _PLAIN:
-                    forms.append(value)
-                else:
-                    self._note_setting(value)
+            kind = type(value)
+            if kind in PLAIN:
+                # None under a private name is often filled by the first forward, with what it can make again.
+                if kind is not _NOTHING or name[0] != "_":
+                    forms += (name, value)
+            elif name[0] != "_":
+                self._note_setting(value)
 
     def _note_setting(self, value: Any) -> None:
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             self._forms.append(value)
         elif id(value) in self._seen:
             return
@@ -93,18 +100,9 @@ class Look:
         else:
             self._note_object(value)
 
-    def _note_methods(self, own: type[Any]) -> None:
-        """Which functions a class has: one may be replaced while the program runs."""
-        for base in own.__mro__:
-            if base is nn.Module:
-                break
-            if id(base) not in self._seen:
-                self._seen.add(id(base))
-                for value in vars(base).values():
-                    if callable(value):
-                        self._note_object(value)
-
     def _note_object(self, value: Any) -> None:
+        if callable(value):
+            self._functions[id(value)] = value
         try:
             self._objects.append(weakref.ref(value))
         except TypeError:

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from mlx import nn
 
 from mlx_spec.model.swap import own_class
+from mlx_spec.verify.look import Look
 
 _OWN = Path(__file__).parent.parent
 _DECIDING = ("cache", "model", "ops", "verify")
 """Our folders on which it hangs what is found, and what a finding means."""
 
+OF_THIS_PROCESS = "of this process alone"
+"""How a fact begins that no other process can have."""
+
+_unread = itertools.count()
+
 
 def sources_of(model: nn.Module) -> str:
-    """A digest of the source files behind a model's classes, and of the methods these classes have in this process.
+    """A digest of the source files behind a model's classes, and of what these classes' methods come to (`Reach`).
 
     The files are those of the modules that define the classes and their bases, and what those modules take from others
-    of their packages. A file may have been edited after it was imported, and a method replaced: so the compiled
-    methods count as well.
+    of their packages. A file may have been edited after it was imported, and a method replaced: so the
+    functions in this process count as well. Where one of them cannot be read, it is `OF_THIS_PROCESS`.
 
     Cost:
         Each edition of a file is read once in a process.
     """
     found = {base for module in model.modules() for base in own_class(type(module)).__mro__} - {object, dict}
     classes = sorted(found, key=lambda each: (each.__module__, each.__qualname__))
-    digest = hashlib.sha256()
+    code = Look(model).reach.digest
+    if code is None:
+        return f"{OF_THIS_PROCESS} {next(_unread)}"
+    digest = hashlib.sha256(code.encode())
     for name in _reached(each.__module__ for each in classes):
         digest.update(f"{name} {_file_digest(name)}\n".encode())
-    for each in classes:
-        digest.update(f"{each.__module__} {each.__qualname__}\n".encode())
-        for name, value in sorted(vars(each).items()):
-            function = value.fget if isinstance(value, property) else value
-            if isinstance(function, FunctionType):
-                digest.update(f"{name} {_text(function.__code__)}\n".encode())
     return digest.hexdigest()[:32]
 
 
@@ -95,18 +99,3 @@ def _file_digest(name: str) -> str:
 def _digest_of(path: str, changed_ns: int, size: int) -> str:
     del changed_ns, size  # another edition is another file
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def _text(code: CodeType) -> str:
-    return "|".join((code.co_code.hex(), repr(code.co_names), *map(str, _constants(code.co_consts))))
-
-
-def _constants(values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, CodeType):
-            yield _text(value)
-        elif isinstance(value, frozenset):
-            # Its order is another one in each process.
-            yield repr(sorted(map(repr, value)))
-        else:
-            yield repr(value)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import platform
 import threading
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from mlx_spec.environment import mlx_settings
 from mlx_spec.files import read_regular, replace_file, sole_writer
 from mlx_spec.model.swap import own_class
 from mlx_spec.ops.kernel import kernels_digest, kernels_run_here
-from mlx_spec.verify.sources import own_edition, sources_of
+from mlx_spec.verify.sources import OF_THIS_PROCESS, own_edition, sources_of
 
 Found = TypeVar("Found")
 
@@ -31,10 +33,14 @@ LIMIT_BYTES = 8 * 2**20
 """The largest file that is read: some hundred thousand findings. A model has a few hundred at each width."""
 
 
+_PERSON = b"mlx_spec finding"
+
+
 class Findings(BaseModel):
     """The content of a file.
 
     Attributes:
+        seal: a digest of the rest. It stops rot and edits by hand, and nobody who means harm: it has no secret.
         facts: what the findings depend on; a file with other facts is not read.
         ops: key of an op -> width -> the route that is equal.
         costs: key of an op -> width -> time of its route in one-row calls, where that was measured.
@@ -43,17 +49,24 @@ class Findings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    seal: str = ""
     facts: dict[str, str]
     ops: dict[str, dict[str, str]] = {}
     costs: dict[str, dict[str, float]] = {}
     blocks: dict[str, dict[str, bool]] = {}
 
+    def sealed(self) -> Findings:
+        """The same, with the seal that belongs to it."""
+        content = json.dumps(self.model_dump(exclude={"seal"}), sort_keys=True)
+        return self.model_copy(update={"seal": blake2b(content.encode(), digest_size=16, person=_PERSON).hexdigest()})
+
 
 class Verdicts:
     """Findings about one model, in memory, and on disk where a folder is given. Safe to share between threads.
 
-    A file that cannot be read, is no regular one, is too large, does not parse or speaks of other facts counts as none;
-    it is written anew with the next finding. A folder that cannot be written costs nothing but the keeping.
+    A file that cannot be read, is no regular one, is too large, does not parse, speaks of other facts or was edited
+    counts as none; it is written anew with the next finding. A folder that cannot be written costs nothing but the
+    keeping.
 
     Attributes:
         path: the file; None where nothing is kept.
@@ -62,10 +75,17 @@ class Verdicts:
 
     def __init__(self, facts: dict[str, str], folder: Path | None) -> None:
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
-        self.path = None if folder is None else folder / f"{digest}.json"
-        self._findings = self._read(facts)
+        alone = any(fact.startswith(OF_THIS_PROCESS) for fact in facts.values())
+        self.path = None if folder is None or alone else folder / f"{digest}.json"
+        self._complaint: str | None = None
+        self._findings = self._read(facts, complains=True)
         self.kept = sum(map(len, self._findings.ops.values())) + sum(map(len, self._findings.blocks.values()))
         self._lock = threading.Lock()
+
+    def take_complaint(self) -> str | None:
+        """Why a file that is there was not believed, in a sentence; told once."""
+        told, self._complaint = self._complaint, None
+        return told
 
     def op(self, key: str, width: int) -> str | None:
         """The route found for an op at a width; None when it was not tried."""
@@ -101,15 +121,19 @@ class Verdicts:
         with self._lock, contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with sole_writer(self.path.parent):
-                everything = _merged(self._read(self._findings.facts), self._findings)
+                everything = _merged(self._read(self._findings.facts), self._findings).sealed()
                 replace_file(self.path, everything.model_dump_json().encode())
 
-    def _read(self, facts: dict[str, str]) -> Findings:
+    def _read(self, facts: dict[str, str], complains: bool = False) -> Findings:
         if self.path is not None:
-            with contextlib.suppress(OSError, ValidationError):
-                found = Findings.model_validate_json(read_regular(self.path, LIMIT_BYTES))
-                if found.facts == facts:
-                    return found
+            with contextlib.suppress(OSError):
+                content = read_regular(self.path, LIMIT_BYTES)
+                with contextlib.suppress(ValidationError):
+                    found = Findings.model_validate_json(content)
+                    if found.facts == facts and found == found.sealed():
+                        return found
+                if complains:
+                    self._complaint = f"findings in {self.path} are not as they were written: all is tried anew"
         return Findings(facts=facts)
 
 
@@ -161,5 +185,6 @@ def make_of(model: nn.Module) -> str:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)
-    return plain and (name == "_training" or not name.startswith("_"))
+    if name.startswith("_"):
+        return isinstance(value, bool | int | float | str)
+    return isinstance(value, bool | int | float | str | None) or dataclasses.is_dataclass(value)

@@ -18,7 +18,7 @@ from mlx_spec import Statistics, generate_step
 from tests.bits import assert_same_bits
 from tests.same_cache import assert_same_cache
 from tests.scripted import AlternatingDrafter
-from tests.tiny import MIXES, PROMPT, VOCAB, randomise
+from tests.tiny import MIXES, PROMPT, VOCAB, from_mlx_lm, randomise
 
 EMITTED = 9
 WIDTH = 4
@@ -28,6 +28,12 @@ RANK = 3
 def built(mix: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Any:
     """A model of the test's own, unquantized."""
     return randomise(MIXES[mix].build, seed, dtype)
+
+
+def tiny() -> Any:
+    """A llama of one layer."""
+    sizes = {"hidden_size": 20, "intermediate_size": 28, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return randomise(lambda: from_mlx_lm("llama", num_hidden_layers=1, rms_norm_eps=1e-5, **sizes), 0)
 
 
 def stock_run(model: Any, emitted: int = EMITTED, **kv: Any) -> tuple[list[tuple[int, mx.array]], list[Any]]:

@@ -1,8 +1,9 @@
-"""Kinds of fault in what is kept on disk: findings lost among writers, files without an end, a user without a home."""
+"""Kinds of fault in what is kept on disk: lost among writers, files edited or endless, a user without a home."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pwd
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import llama
 
 import mlx_spec.files
 from mlx_spec.demo import demo_target_path
@@ -18,6 +20,7 @@ from mlx_spec.environment import CERTIFICATES, cache_folder, certificate_folder
 from mlx_spec.errors import MlxSpecError
 from mlx_spec.files import Replacement, replace_file
 from mlx_spec.verify.verdicts import LIMIT_BYTES, Verdicts
+from tests.faults.edits import assert_exact, tiny
 from tests.tiny_wheel import tiny_metadata, tiny_tensors, write_wheel
 
 pytestmark = pytest.mark.faults
@@ -195,3 +198,55 @@ def test_a_user_without_a_home_is_told_that_the_demo_needs_one(tmp_path: Path, m
     write_wheel(tmp_path, tiny_tensors(), tiny_metadata())
     with pytest.raises(MlxSpecError, match="no home folder"):
         demo_target_path()
+
+
+# A file that was changed by somebody else
+
+
+def edited(path: Path, **changed: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+EDITS_OF_A_FILE = {
+    "verdicts turned": {"blocks": {"a situation": {"5 block": True}}},
+    "a route": {"ops": {"an op": {"5": "stock"}}},
+    "no seal": {"seal": ""},
+    "another seal": {"seal": "0" * 32},
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", EDITS_OF_A_FILE)
+def test_a_file_that_was_edited_is_not_believed_and_is_written_anew(tmp_path: Path, edit: str) -> None:
+    found = Verdicts(FACTS, tmp_path)
+    found.add_block("a situation", 5, "block", False)
+    found.save()
+    assert found.path is not None
+    edited(found.path, **EDITS_OF_A_FILE[edit])
+    again = Verdicts(FACTS, tmp_path)
+    assert (again.kept, again.block("a situation", 5, "block")) == (0, None)
+    told = again.take_complaint()
+    assert told is not None
+    assert str(found.path) in told
+    assert again.take_complaint() is None
+    again.add_block("a situation", 6, "block", True)
+    again.save()
+    anew = Verdicts(FACTS, tmp_path)
+    assert (anew.kept, anew.block("a situation", 6, "block"), anew.take_complaint()) == (1, True, None)
+
+
+def test_a_run_on_findings_that_were_turned_by_hand_is_exact_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CERTIFICATES, str(tmp_path))
+    stock = llama.MLP.__call__
+    monkeypatch.setattr(llama.MLP, "__call__", lambda self, x: stock(self, x) * (1 + 1e-3 * (x.shape[1] > 1)))
+    assert assert_exact(tiny()).verify_route == "step-through"
+    (path,) = tmp_path.glob("*.json")
+    blocks = json.loads(path.read_text())["blocks"]
+    edited(path, blocks={situation: dict.fromkeys(found, True) for situation, found in blocks.items()})
+    model = tiny()
+    statistics = assert_exact(model)
+    assert statistics.verify_route == "step-through"
+    assert len([note for note in statistics.notes if str(path) in note]) == 1
+    assert not [note for note in assert_exact(model).notes if str(path) in note]
