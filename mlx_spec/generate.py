@@ -234,7 +234,7 @@ def _resolve_width(
     if width == 1:
         statistics.note(f"{origin} leaves no room for proposals, so {drafter.name} is idle")
         return FixedWidth(1, origin)
-    if routes.model_draws:
+    if routes.model_draws(caches):
         statistics.note(f"decoded plainly, {drafter.name} is idle: {DRAWS}")
         return FixedWidth(1, "the model draws random numbers")
     route = routes.route(width, caches)

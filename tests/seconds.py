@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 BUDGETS_SECONDS: Mapping[str, int] = {
-    "tests": 150,
-    "tests/cache": 80,
-    "tests/double": 50,
-    "tests/drafters": 140,
-    "tests/faults": 40,
-    "tests/hazards": 90,
-    "tests/model": 15,
-    "tests/msl": 40,
+    "tests": 120,
+    "tests/cache": 50,
+    "tests/double": 40,
+    "tests/drafters": 105,
+    "tests/faults": 70,
+    "tests/hazards": 80,
+    "tests/model": 10,
+    "tests/msl": 30,
     "tests/ops": 10,
-    "tests/rounds": 170,
-    "tests/verify": 60,
-    "tests/zoo": 60,
+    "tests/rounds": 130,
+    "tests/verify": 40,
+    "tests/zoo": 50,
 }
 """Of `make test`, summed over its two processes, on two idle cores. A new test replaces or shortens an old one."""
 

@@ -63,10 +63,10 @@ class CertifiedRoutes:
         """What is known of the model as it was when the request began; a plain run asks for nothing."""
         return self._record.now()
 
-    @property
-    def model_draws(self) -> bool:
-        """See `Known.draws`."""
-        return self._known.draws
+    def model_draws(self, caches: Sequence[Any]) -> bool:
+        """See `Known.draws`. Of a model with unknown caches its first forward tells."""
+        likeness = self._likeness(caches)
+        return not likeness.strangers and self._known.draws(likeness)
 
     def begin(self) -> None:
         """The first token is asked for, maybe long after the request was put together: look at the model again."""
@@ -84,13 +84,16 @@ class CertifiedRoutes:
         return self._verdicts[key]
 
     def _key(self, width: int, caches: Sequence[Any]) -> Place:
+        end = tokens_held(caches) + width
+        beyond = self._known.block_limit is not None and end > self._known.block_limit
+        return Place(width, Situation.at(self._likeness(caches), end), KeyStretch.at(end, width), beyond)
+
+    def _likeness(self, caches: Sequence[Any]) -> Likeness:
         # Within a run caches change their kind only by becoming another class.
         kinds = tuple(map(type, caches))
         if kinds not in self._likenesses:
             self._likenesses[kinds] = Likeness(caches)
-        end = tokens_held(caches) + width
-        beyond = self._known.block_limit is not None and end > self._known.block_limit
-        return Place(width, Situation.at(self._likenesses[kinds], end), KeyStretch.at(end, width), beyond)
+        return self._likenesses[kinds]
 
     def _decide(self, width: int, caches: Sequence[Any]) -> Route:
         if needs_mixers(caches):

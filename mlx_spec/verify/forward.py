@@ -88,12 +88,11 @@ def verify_forward(
     """
     target, statistics = Target(model), statistics or Statistics()
     record_of(model).own_caches.require(caches, new_caches(model), "the list of caches")
-    _check_tokens(tokens, caches)
-    _check_ids(tokens, target)
+    _check_tokens(tokens, caches, target)
     taps = _taps(target, capture)
     target.attach_taps(taps)
     routes = CertifiedRoutes(target, "exact", statistics)
-    if routes.model_draws:
+    if routes.model_draws(caches):
         raise InvalidRequest(f"{target.name} cannot verify a block: {DRAWS}.")
     return _Call(target, tokens, caches, taps, routes, statistics).opened_round()
 
@@ -162,7 +161,7 @@ def _joined(outputs: list[TargetOutput]) -> TargetOutput:
     return TargetOutput(logits, mx.concatenate(hidden, axis=1) if hidden else None)
 
 
-def _check_tokens(tokens: mx.array, caches: Sequence[Any]) -> None:
+def _check_tokens(tokens: mx.array, caches: Sequence[Any], target: Target) -> None:
     if tokens.ndim != 2 or 0 in tokens.shape or not mx.issubdtype(tokens.dtype, mx.integer):
         raise InvalidRequest(
             f"tokens are ids of shape [B, W], at least one each, got shape {tokens.shape} of {tokens.dtype}. "
@@ -171,9 +170,6 @@ def _check_tokens(tokens: mx.array, caches: Sequence[Any]) -> None:
     held = rows_held(caches)
     if held not in (None, tokens.shape[0]):
         raise InvalidRequest(f"tokens have {tokens.shape[0]} rows, the caches hold {held}. Give one row for each.")
-
-
-def _check_ids(tokens: mx.array, target: Target) -> None:
     for row, ids in enumerate(cast(list[list[int]], tokens.tolist())):
         whose = "the block's" if len(tokens) == 1 else f"row {row}'s"
         target.require_readable(ids, whose, "Give ids of this model's own vocabulary.")

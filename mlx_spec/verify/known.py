@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.cache.adopt import new_caches
+from mlx_spec.cache.adopt import Likeness
 from mlx_spec.model.swap import swap_of
 from mlx_spec.model.target import Target
 from mlx_spec.sampling import random_state_kept
@@ -39,6 +39,7 @@ class Known:
         self._model = weakref.ref(model)
         self._bindings = bindings
         self._certificates: dict[Situation, Certificate] = {}
+        self._draws: bool | None = None
         self._mixers: list[weakref.ref[Any]] | None = None
         self._lock = threading.RLock()
 
@@ -51,17 +52,21 @@ class Known:
         """See `lengths.block_limit`."""
         return block_limit(self._alive())
 
-    @functools.cached_property
-    def draws(self) -> bool:
+    def draws(self, likeness: Likeness) -> bool:
         """Whether a forward draws random numbers, as dropout does in training: then no two of its calls agree.
 
+        Args:
+            likeness: of caches that serve the model.
+
         Cost:
-            One forward of one token, of which nothing is evaluated.
+            Once, a forward of one token, of which nothing is evaluated.
         """
-        target = Target(self._alive())
-        with random_state_kept():
-            target.forward(mx.zeros((1, 1), mx.uint32), new_caches(target.model))
-        return target.draws
+        if self._draws is None:
+            target = Target(self._alive())
+            with random_state_kept():
+                target.forward(mx.zeros((1, 1), mx.uint32), likeness.fresh())
+            self._draws = target.draws
+        return self._draws
 
     def certificate(self, situation: Situation) -> Certificate:
         """What the model was found to do with blocks in a situation; nothing is tried before it is asked."""
