@@ -288,8 +288,6 @@ def _odd_arguments(args: object) -> Iterator[tuple[str, Any, str]]:
         kinds = get_type_hints(type(args))
     except (NameError, TypeError, AttributeError):  # it names what is not there when it runs
         return
-    layers = getattr(args, "num_hidden_layers", 0)
-    layers = layers if isinstance(layers, int) else 0
     for field in _fields(args):
         value, options = _value(args, field), _options(kinds.get(field.name, Any))
         wanted = None
@@ -297,22 +295,19 @@ def _odd_arguments(args: object) -> Iterator[tuple[str, Any, str]]:
             required = NoneType not in options and field.default is not None and _ONE_NUMBER.search(field.name)
             wanted = _A_NUMBER if required and _are(options, (int, float)) else None
         elif _are(options, (int, float)):
-            wanted = _wanted_of_number(field, value, layers)
+            wanted = _wanted_of_number(field, value)
         elif _are(options, (dict,)):
             wanted = None if isinstance(value, Mapping) else "an object"
         if wanted is not None:
             yield field.name, value, wanted
 
 
-def _wanted_of_number(field: Field[Any], value: object, layers: int) -> str | None:
+def _wanted_of_number(field: Field[Any], value: object) -> str | None:
     """What would have been expected in place of a value, where it cannot be."""
     # A number may differ from layer to layer, whatever the annotation says.
-    several = isinstance(value, list | tuple) and len(value) >= layers > 0
-    for each in value if several else [value]:  # type: ignore[attr-defined]
-        wanted = _wanted_of_one(field, each)
-        if wanted is not None:
-            return wanted
-    return None
+    if isinstance(value, list | tuple) and (len(value) > 1 or not _ONE_NUMBER.search(field.name)):
+        return next((wanted for each in value if (wanted := _wanted_of_one(field, each)) is not None), None)
+    return _wanted_of_one(field, value)
 
 
 def _wanted_of_one(field: Field[Any], value: object) -> str | None:
