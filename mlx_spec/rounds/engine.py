@@ -401,7 +401,7 @@ class Engine:
     def _look_again(self, current: OpenRound) -> None:
         """The caller had the caches and the random state. In the middle of a block the caches are not its to change."""
         current.take_state_back()
-        if current.tx.changed:
+        if current.tx.changed or not (current.kept or current.holds(self._request.caches)):
             raise CacheChanged(
                 f"the prompt cache was changed while a block of {current.width} tokens was open on it, so this run "
                 "cannot go on. Take `mlx_spec.settled_cache(prompt_cache)` to look at, save or fork it while a run "

@@ -231,6 +231,23 @@ def test_a_window_that_is_full_with_what_is_open_is_not_trimmed_and_says_so() ->
         assert_same_cache(cache, run.cache_after(taken + 2))
 
 
+@pytest.mark.parametrize("mix", ["dense", "hybrid", "quantized_from_20"])
+def test_another_cache_in_the_list_is_noticed_inside_a_block_and_left_alone(mix: str) -> None:
+    for goes_on in (False, True):
+        cache = WITH_BATCH[mix].new_cache()
+        steps = begin(mix, cache, "right")
+        take(steps, 3)
+        theirs = cache[1] = WITH_BATCH[mix].new_cache()[1]
+        if goes_on:
+            with pytest.raises(CacheChanged, match="settled_cache"):
+                next(steps)
+        else:
+            steps.close()
+        assert cache[1] is theirs
+        assert theirs.empty()
+        assert_same_cache([cache[0]], [stock(mix).cache_after(3)[0]])
+
+
 @pytest.mark.part(2)
 @pytest.mark.parametrize("mix", ["dense", "hybrid", "ring_with_keep"])
 def test_what_else_is_written_inside_a_block_is_one_clear_error_and_is_left_alone(mix: str) -> None:
