@@ -152,7 +152,8 @@ class Engine:
                 while token.accepted:
                     current.ids.append(token.id)
                     emission, out = shape(self._emission(token)), current.out + 1
-                    current.lend_state(out)
+                    if request.sampling.draws:
+                        current.lend_state(out)
                     # Nothing is called from here to the `yield`.
                     current.tx.certain = out
                     request.position += 1
@@ -170,7 +171,7 @@ class Engine:
                 self._keep(successor, token.id)
                 current = successor
             emission, open_round = shape(self._emission(token)), self._open
-            if successor is not None:
+            if successor is not None and request.sampling.draws:
                 successor.lend_state(1)
             # Nothing is called from here to the `yield`.
             if successor is not None:
@@ -400,8 +401,10 @@ class Engine:
 
     def _look_again(self, current: OpenRound) -> None:
         """The caller had the caches and the random state. In the middle of a block the caches are not its to change."""
-        current.take_state_back()
-        if current.tx.changed or not (current.kept or current.holds(self._request.caches)):
+        if current.lent is not None:
+            current.take_state_back()
+        # Caches are equal to themselves alone, so this tells whether another one was put in a place.
+        if current.tx.changed or (not current.kept and current.caches != self._request.caches):
             raise CacheChanged(
                 f"the prompt cache was changed while a block of {current.width} tokens was open on it, so this run "
                 "cannot go on. Take `mlx_spec.settled_cache(prompt_cache)` to look at, save or fork it while a run "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from operator import is_
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -72,22 +71,20 @@ class OpenRound:
     @property
     def out(self) -> int:
         """How many of its inputs are part of the text."""
-        return cast(int, self.tx.certain)
+        count: int = self.tx.certain  # type: ignore[assignment]
+        return count
 
     @property
     def choices(self) -> Walk:
         """The walk of a round that was dispatched."""
-        return cast(Walk, self.walk)
+        assert self.walk is not None
+        return self.walk
 
     @property
     def is_foreign(self) -> bool:
         """Whether this thread is another one, or its random state was moved by somebody else: nobody's to move then."""
         moved = self.lent is not None and random_state() is not self.lent
         return self.cut or moved or self.thread != threading.get_ident()
-
-    def holds(self, caches: list[Any]) -> bool:
-        """Whether these are the caches it was opened on, not others put in their place."""
-        return len(caches) == len(self.caches) and all(map(is_, caches, self.caches))
 
     def lend_state(self, retained: int) -> None:
         """The caller is going to have the thread: leave the random state where the one-token loop has it."""
