@@ -65,7 +65,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the plan leaves out of what was asked for by name, mark or keyword."""
-    kept = chosen(items, config.getoption("--plan"))
+    plan = config.getoption("--plan")
+    kept = chosen(items, plan)
+    if plan != "deep" and "deep" not in config.option.markexpr:
+        # A mark that is asked for takes the place of the usual one, which leaves these out.
+        kept = [item for item in kept if item.get_closest_marker("deep") is None]
     names = {id(item) for item in kept}
     left_out = [item for item in items if id(item) not in names]
     if left_out:
