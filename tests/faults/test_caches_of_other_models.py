@@ -222,9 +222,12 @@ def test_a_model_with_two_caches_for_each_layer_has_its_own_count() -> None:
 
 @pytest.mark.parametrize("mix", ["hybrid", "cache_list"])
 def test_caches_of_the_model_in_a_wrapper_are_taken(mix: str) -> None:
-    model = Wrapper(MIXES[mix].model())
-    for caches in (MIXES[mix].new_cache(), warm(mix)):
-        verify_forward(model, mx.array([[1]]), caches).transaction.abort()
+    model, token = Wrapper(MIXES[mix].model()), mx.array([[1]])
+    for new in (MIXES[mix].new_cache, lambda: warm(mix)):
+        want = MIXES[mix].model()(token, cache=new())
+        verified = verify_forward(model, token, new())
+        assert mx.array_equal(verified.logits, want)
+        verified.transaction.abort()
 
 
 def test_a_model_that_was_given_other_layers_has_other_caches() -> None:
