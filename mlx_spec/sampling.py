@@ -48,7 +48,8 @@ class Sampling:
         """
         for processor in self.processors:
             logits = processor(ids, logits)  # type: ignore[arg-type]
-        logprobs = logits - log_sum_exp(logits)
+        # `log_sum_exp`, without a call for each token.
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
         return self.sampler(logprobs), logprobs
 
 
@@ -129,7 +130,7 @@ class OwnDraws:
 
     def lend(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call the function with this state in the place of the thread's, which is put back however it ends."""
-        kept = random_key()
+        kept = mx.random.state[0][:]  # type: ignore[index]
         try:
             mx.random.state[0][:] = self._key  # type: ignore[index]
             return function(*args)

@@ -92,15 +92,12 @@ class Statistics:
         """Add one finished round, unless it is the latest already. An interrupt finds all of it counted or nothing."""
         if record is self.last_round:
             return
-        depths = max(record.proposed, len(self.proposed_by_depth))
-        proposed, accepted = (
-            [(counts[depth] if depth < len(counts) else 0) + (depth < added) for depth in range(depths)]
-            for counts, added in ((self.proposed_by_depth, record.proposed), (self.accepted_by_depth, record.accepted))
-        )
+        proposed = _one_more(self.proposed_by_depth, record.proposed, record.proposed)
+        accepted = _one_more(self.accepted_by_depth, record.accepted, record.proposed)
         stage_ms, peak_memory_bytes = dict(self.stage_ms), mx.get_peak_memory()
         for stage, spent_ms in record.stage_ms.items():
             stage_ms[stage] += spent_ms
-        if record.width > 1:
+        if record.width > 1 and record.route not in self._routes:
             self._routes[record.route] = None
             self.verify_route = " and ".join(self._routes)
         # From here on nothing is called, so that nothing can come between.
@@ -204,6 +201,14 @@ class Statistics:
         )
         tried = [f"certified in {self.certify_ms:.0f} ms"] if self.certify_ms >= 1 else []
         return " | ".join([line, *tried, *self.notes])
+
+
+def _one_more(counts: list[int], reached: int, depths: int) -> list[int]:
+    """Counts per depth after a round that reached so many, of at most as many depths as were tried."""
+    counts = counts + [0] * (depths - len(counts))
+    for depth in range(reached):
+        counts[depth] += 1
+    return counts
 
 
 def _rounded(value: Any) -> Any:

@@ -85,11 +85,12 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], list[Journal]]:
+def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], list[Journal]]:
     """Open one round on a model's caches.
 
     Args:
         caches: what the model takes as `cache`: mlx-lm cache objects, nested or None.
+        members: their `leaves`.
         width: tokens the round may append.
         drive: how the token mixers take them.
 
@@ -100,7 +101,7 @@ def adopt(caches: Sequence[Any], width: int, drive: Drive) -> tuple[list[Any], l
     journals: dict[int, Journal] = {}
     masks: dict[int, AskedMask] = {}
     forward = Forward()
-    for cache in leaves(caches):
+    for cache in members:
         kind = kinds.get(type(cache), StepwiseJournal)
         if type(cache) is RotatingKVCache and _keeps_every_row(cache):
             kind = FullRingJournal
@@ -449,7 +450,7 @@ def state_arrays(caches: Sequence[Any]) -> list[mx.array]:
     The caches' own array objects. A slice of one would be a second handle on its buffer.
     """
     fields = [vars(cache) for cache in leaves(caches) if type(cache) not in _KEPT_IN_ROWS]
-    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)]
+    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)] if fields else []
 
 
 def rows_in_order(cache: Any) -> tuple[mx.array, mx.array]:

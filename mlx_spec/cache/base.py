@@ -157,7 +157,8 @@ class Journal(abc.ABC):
 
     def close(self) -> None:
         """The round is over and nothing of it will be undone: let go of everything it held."""
-        self.part()
+        if self.leaf is not None:
+            self.part()
 
     def part(self) -> None:
         """The round is over: part the leaf from the cache. `restore` still works."""

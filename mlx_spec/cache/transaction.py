@@ -84,6 +84,7 @@ class SpeculativeCacheTransaction:
         self._settled = False
         self._revocable = False
         self._decided: tuple[list[int], list[Apply]] | None = None
+        self._entry = weakref.ref(self)
         self._members: list[Any] = []
         self._journals: list[Journal] = []
         self.caches: list[Any] = []
@@ -99,8 +100,9 @@ class SpeculativeCacheTransaction:
         if not self._unopened:
             raise TransactionError("this round was opened before. Make a new transaction.")
         try:
-            self._enroll(list(leaves(self._given)))
-            self.caches, self._journals = adopt(self._given, self.width, self._drive)
+            members = list(leaves(self._given))
+            self._enroll(members)
+            self.caches, self._journals = adopt(self._given, members, self.width, self._drive)
             self._unopened, self.active = False, True
         except BaseException:
             self._discharge()
@@ -159,7 +161,8 @@ class SpeculativeCacheTransaction:
 
     def validate(self, retained: int | Sequence[int] | mx.array = 0) -> None:
         """Raise what `commit(retained)` would raise. Changes nothing."""
-        self._plan(retained)
+        self._require_active("commit")
+        self._plan(self._counts(retained))
 
     def commit(self, retained: int | Sequence[int] | mx.array, *, revocable: bool = False) -> None:
         """Keep the first `retained` tokens of the round and close it.
@@ -175,10 +178,10 @@ class SpeculativeCacheTransaction:
                 only where a cache cannot be written at all is every cache back where the round found it.
                 Where the second attempt was interrupted too, the round is open, and the same commit finishes it.
         """
-        if self._decided is None or self._decided[0] != self._counts(retained):
+        counts = self._counts(retained)
+        if self._decided is None or self._decided[0] != counts:
             self._decided = None
-            plans = self._plan(retained)
-            self._decided = (self._counts(retained), plans)
+            self._decided = (counts, self._plan(counts))
         self._require_active("commit")
         self._revocable = revocable
         try:
@@ -267,7 +270,10 @@ class SpeculativeCacheTransaction:
         """
         if not self.active or self._settled:
             return False
-        return any([journal.changed for journal in self._journals])
+        for journal in self._journals:  # noqa: SIM110  asked for each token of a block, and `any` is two calls more
+            if journal.changed:
+                return True
+        return False
 
     def settled_onto(self, twins: Sequence[Any], originals: Sequence[Any]) -> None:
         """Bring copies of caches in this round to where `certain` tokens leave them. The caches are not touched."""
@@ -285,9 +291,8 @@ class SpeculativeCacheTransaction:
             for journal in self._journals:
                 every_layer.callback(journal.restore)
 
-    def _plan(self, retained: int | Sequence[int] | mx.array) -> list[Apply]:
+    def _plan(self, counts: list[int]) -> list[Apply]:
         self._require_active("commit")
-        counts = self._counts(retained)
         self._require_read(max(counts, default=0))
         return [journal.plan(counts) for journal in self._journals]
 
@@ -307,6 +312,8 @@ class SpeculativeCacheTransaction:
             raise too_few(count, read)
 
     def _counts(self, retained: int | Sequence[int] | mx.array) -> list[int]:
+        if type(retained) is int and 0 <= retained <= self.width:
+            return [retained]
         if isinstance(retained, mx.array) and retained.ndim > 1:
             raise TransactionError(f"retained counts are one number per row, [B], got shape {retained.shape}.")
         if isinstance(retained, mx.array):
@@ -330,15 +337,16 @@ class SpeculativeCacheTransaction:
 
     def _enroll(self, members: list[Any]) -> None:
         with _open_rounds_lock:
-            busy = [type(cache).__name__ for cache in members if is_leaf(cache) or _round_of(cache) is not None]
-            if busy:
-                raise TransactionError(
-                    f"{busy[0]} is in an open transaction already. Commit or abort that one first; "
-                    "two requests need two prompt caches."
-                )
+            for cache in members:
+                entry = _open_rounds.get(id(cache))
+                if (entry is not None and entry() is not None) or is_leaf(cache):
+                    raise TransactionError(
+                        f"{type(cache).__name__} is in an open transaction already. Commit or abort that one first; "
+                        "two requests need two prompt caches."
+                    )
             # Known as this round's before the first is entered, so that a half-made entry is taken back.
             self._members = members
-            _open_rounds.update(dict.fromkeys(map(id, members), weakref.ref(self)))
+            _open_rounds.update(dict.fromkeys(map(id, members), self._entry))
 
     def _part(self) -> None:
         """Give the caches back. What was interrupted here can be done again: `active` falls last."""
@@ -351,7 +359,7 @@ class SpeculativeCacheTransaction:
     def _discharge(self) -> None:
         with _open_rounds_lock:
             for cache in self._members:
-                if _round_of(cache) is self:
+                if _open_rounds.get(id(cache)) is self._entry:
                     del _open_rounds[id(cache)]
         self._members = []
 

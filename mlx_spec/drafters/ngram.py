@@ -158,11 +158,12 @@ class _Text:
         return tuple(self._tokens[max(0, end - size) : end])
 
     def _index_before(self, position: int) -> None:
+        end, forgotten = position - self._first, position - self._search_tokens
         for size in self._sizes:
-            ngram = self._before(position, size)
-            if len(ngram) == size:
-                self._continued[ngram] = position
-            forgotten = position - self._search_tokens
+            if size <= end:
+                self._continued[tuple(self._tokens[end - size : end])] = position
+            if size > forgotten:
+                continue
             stale = self._before(forgotten, size)
             if len(stale) == size and self._continued.get(stale) == forgotten:
                 del self._continued[stale]

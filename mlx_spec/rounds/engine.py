@@ -238,14 +238,17 @@ class Engine:
         sampling = request.sampling if first is None else first.sampling
         stage_ms: dict[str, float] = {}
         clock = _Clock(stage_ms)
-        proposals = self._loop.propose(bonus_id, width - 1) if bonus_id is not None and width > 1 else None
-        clock.lap("propose")
-        inputs = self._merge(bonus, proposals)
-        clock.lap("merge")
+        proposals, inputs = None, bonus[None]
+        if bonus_id is not None and width > 1:
+            proposals = self._loop.propose(bonus_id, width - 1)
+            clock.lap("propose")
+        if proposals is not None:
+            inputs = self._merge(inputs, proposals)
+            clock.lap("merge")
         opened = self._begin(inputs, stage_ms, first)
         output = self._verify(opened)
         clock.lap("verify")
-        block = Block(output.logits, inputs, proposals, request.history, request.position + 1)
+        block = Block(opened.width, output.logits, inputs, proposals, request.history, request.position + 1)
         opened.walk = open_walk(sampling, block)
         clock.lap("mask")
         hidden = [] if output.hidden is None else [output.hidden]
@@ -262,7 +265,7 @@ class Engine:
         key = random_key() if request.sampling.draws else None
         caches = list(request.caches)
         self._open = OpenRound(
-            tx=tx, inputs=inputs, key=key, caches=caches, stage_ms=stage_ms, route=route, first=first
+            tx=tx, inputs=inputs, width=tx.width, key=key, caches=caches, stage_ms=stage_ms, route=route, first=first
         )
         tx.open()
         return self._open
@@ -289,19 +292,17 @@ class Engine:
             return self._verify(opened)
         return opened.output
 
-    def _merge(self, bonus: mx.array, proposals: mx.array | None) -> mx.array:
+    def _merge(self, bonus: mx.array, proposals: mx.array) -> mx.array:
         """[1, W] the verify inputs. Ids outside the vocabulary are clamped: the model must be able to embed them."""
-        if proposals is None:
-            return bonus[None]
         clamped = mx.clip(proposals, 0, self._request.vocab_size - 1)
-        return mx.concatenate([bonus[None].astype(mx.uint32), clamped.astype(mx.uint32)], axis=1)
+        return mx.concatenate([bonus.astype(mx.uint32), clamped.astype(mx.uint32)], axis=1)
 
     def _take(self, current: OpenRound) -> tuple[Token, bool]:
         """The round's next token, and whether the run ends with it."""
-        clock = _Clock(current.stage_ms)
+        walk, began = current.choices, time.perf_counter()
         with mx.stream(self._stream):
-            token = current.choices.take(len(current.ids) - 1)
-        clock.lap("accept")
+            token = walk.take(len(current.ids) - 1)
+        current.accept_ms += (time.perf_counter() - began) * 1e3
         if current.cut:
             token = token._replace(accepted=False)
         return token, self._request.receive(token.id)
@@ -423,6 +424,7 @@ class Engine:
     def _count(self, current: OpenRound) -> None:
         if current.record is None:
             width = current.width
+            current.stage_ms["accept"] = current.accept_ms
             current.record = RoundRecord(width, width - 1, current.out - 1, current.route.name, current.stage_ms)
         self._request.statistics.count_round(current.record)
 

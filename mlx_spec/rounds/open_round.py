@@ -30,12 +30,13 @@ class OpenRound:
 
     Attributes:
         inputs: [1, W] what is verified.
+        width: W.
         ids: the verify inputs that are part of the text or about to be: the bonus, then accepted proposals. Those
             handed out are counted by the transaction, as `certain`: they stay in the cache however the run ends.
         key: [2] the random state before the round; None when the sampler draws nothing.
         caches: the caches as the round found them; committing may put converted ones in their places.
         reads_prompt: its bonus is the prompt's last token.
-        stage_ms: host milliseconds per stage.
+        stage_ms: host milliseconds per stage, but for those of "accept", which are added up in `accept_ms`.
         walk: the target's choices, once its forward was built.
         first: what is read in place of `inputs`, where the prompt's last position has an embedding of its own.
         lent: the random state as the caller got it with a token, while it has it; None where nothing was drawn ahead.
@@ -48,10 +49,12 @@ class OpenRound:
 
     tx: SpeculativeCacheTransaction
     inputs: mx.array
+    width: int
     key: mx.array | None
     caches: list[Any]
     stage_ms: dict[str, float]
     route: Route
+    accept_ms: float = 0.0
     output: TargetOutput | None = None
     walk: Walk | None = None
     ids: list[int] = field(default_factory=list)
@@ -63,10 +66,6 @@ class OpenRound:
     lent: mx.array | None = None
     cut: bool = False
     thread: int = field(default_factory=threading.get_ident)
-
-    @property
-    def width(self) -> int:
-        return self.inputs.shape[1]
 
     @property
     def out(self) -> int:

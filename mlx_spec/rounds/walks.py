@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_spec import accept
 from mlx_spec.errors import NonFiniteLogits
 from mlx_spec.ops.argmax import ACCEPTED, FAULT, TOKENS, GreedyBlock, kernel_holds
-from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, put_random_state, random_key, rewind_random_state
+from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, put_random_state, rewind_random_state
 
 
 class Token(NamedTuple):
@@ -33,6 +33,7 @@ class Block(NamedTuple):
     """One verify call, from the walk's side.
 
     Attributes:
+        width: W.
         logits: [1, W, V] raw logits.
         inputs: [1, W] what was verified, clamped into the vocabulary.
         proposals: [1, W-1] int32 the drafter's ids, not clamped; None when W is 1.
@@ -40,23 +41,18 @@ class Block(NamedTuple):
         position: tokens up to and including the bonus.
     """
 
+    width: int
     logits: mx.array
     inputs: mx.array
     proposals: mx.array | None
     history: mx.array | None
     position: int
 
-    @property
-    def width(self) -> int:
-        return self.inputs.shape[1]
-
     def choose(self, sampling: Sampling, index: int) -> tuple[mx.array, mx.array]:
         """The target's choice at a position: [1] token, [1, V] log-probabilities."""
-        ids = None
-        if sampling.processors:
-            ids = self.inputs[0, : index + 1]
-            if self.history is not None:
-                ids = mx.concatenate([self.history, ids])
+        ids = self.inputs[0, : index + 1] if sampling.processors else None
+        if ids is not None and self.history is not None:
+            ids = mx.concatenate([self.history, ids])
         return sampling.choose(self.logits[:, index, :], ids)
 
 
@@ -106,13 +102,17 @@ class BlockWalk(Walk):
         self._logprobs: list[mx.array] = []
         self._keys: list[mx.array] = []
         for index in range(block.width):
-            token, logprobs = block.choose(sampling, index)
+            # Without processors nobody asks for ids.
+            token, logprobs = (
+                block.choose(sampling, index) if sampling.processors else sampling.choose(block.logits[:, index], None)
+            )
             self._choices.append(token)
             self._logprobs.append(logprobs.squeeze(0))
             if self._draws:
-                self._keys.append(random_key())
+                self._keys.append(mx.random.state[0][:])  # type: ignore[index]
         self._packed = self._pack()
-        self._read: list[int] | None = None
+        self._read: list[int] = []
+        self._accepted = 0
 
     def _pack(self) -> mx.array:
         block = self._block
@@ -126,10 +126,10 @@ class BlockWalk(Walk):
 
     def take(self, index: int) -> Token:
         width = self._block.width
-        read = self._host_read()
+        read = self._read or self._host_read()
         if read[width + index]:
             raise NonFiniteLogits(self._block.position + index)
-        return Token(read[index], self._choices[index], self._logprobs[index], index < self._accepted(read))
+        return Token(read[index], self._choices[index], self._logprobs[index], index < self._accepted)
 
     def pending(self) -> list[mx.array]:
         return [self._packed, *self._logprobs]
@@ -149,13 +149,12 @@ class BlockWalk(Walk):
         put_random_state(self._keys[retained - 1])
         return True
 
-    def _accepted(self, read: list[int]) -> int:
-        width = self._block.width
-        return read[2 * width] if width > 1 else 0
-
     def _host_read(self) -> list[int]:
-        if self._read is None:
-            self._read = cast(list[list[int]], self._packed.tolist())[0]
+        if not self._read:
+            read: list[list[int]] = self._packed.tolist()  # type: ignore[assignment]
+            width = self._block.width
+            self._accepted = read[0][2 * width] if width > 1 else 0
+            self._read = read[0]
         return self._read
 
 

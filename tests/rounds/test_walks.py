@@ -29,7 +29,7 @@ def block_of(width: int, right: int, dtype: mx.Dtype, odd: str = "plain", at: in
     choices = [GREEDY.choose(array[:, index, :], None)[0] for index in range(width)]
     proposals = mx.concatenate(choices)[None, :-1].astype(mx.int32)
     proposals = mx.where(mx.arange(width - 1) < right, proposals, 99)
-    return Block(array, mx.zeros((1, width), mx.int32), proposals if width > 1 else None, None, position=100)
+    return Block(width, array, mx.zeros((1, width), mx.int32), proposals if width > 1 else None, None, position=100)
 
 
 def taken(walk: Walk) -> list[Token | str]:

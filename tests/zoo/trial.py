@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_spec import generate_step
-from mlx_spec.cache.adopt import adopt
+from mlx_spec.cache.adopt import adopt, leaves
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters import CallableDrafter
@@ -298,7 +298,7 @@ def _describe(finding: Finding, subject: Subject) -> None:
     """Which caches there are, how an open round remembers each, and what it costs to keep one open."""
     caches = subject.runs[0].cache_after(min(RETAINED_AFTER, subject.tokens))
     finding.caches = tuple(dict.fromkeys(map(kind_of, caches)))
-    tree, journals = adopt(caches, RETAINED_WIDTH, Drive.BLOCK)
+    tree, journals = adopt(caches, list(leaves(caches)), RETAINED_WIDTH, Drive.BLOCK)
     for journal in journals:
         how = type(journal).__name__.removesuffix("Journal").lower()
         finding.strategies[type(journal.leaf).__name__] = how
