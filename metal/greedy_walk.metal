@@ -4,16 +4,15 @@
 // log-probability T(logit - lse) as mlx-lm's greedy choice compares it. Ties go to the lowest token; the first NaN is
 // the maximum. With a mask, one bit to a token, only tokens whose bit is set are looked at.
 //
-// `greedy_walk`: one threadgroup for each row of the batch merges the shares, compares with the proposals, and writes
+// `block_walk`: one threadgroup for each row of the batch merges the shares, compares with the proposals, and writes
 //
-//   [fault, accepted, count, bonus, token 0 .. token W-1]
+//   [accepted, fault 0 .. fault W-1, token 0 .. token W-1]
 //
 //   accepted  leading proposals that equal the choice before them
-//   count     tokens to hand out: accepted + 1, but no further than the first stop token, and no more than the budget
-//   bonus     the choice after the accepted proposals
-//   fault     0; or position + 1 of the first of the tokens to hand out that is NaN, with log-probabilities whose
-//             log-sum-exp is; or -(position + 1) where no token is allowed there
-//   tokens    the choices to hand out, then -1
+//   fault     1 where the choice is NaN, with log-probabilities where their log-sum-exp is; 2 where no token is allowed,
+//             which is token -1; else 0
+//
+// Choices made otherwise are one share each.
 //
 // Registers: a dozen. Threadgroup memory: 256 bytes and 384 bytes.
 
@@ -82,12 +81,12 @@ METAL_FUNC void argmax_split(
   }
 }
 
-// Grid: (rows of the batch * threads); at most 32 positions. `proposals` [B, W-1], `stops` [stop_count], `budgets` [B].
+// Grid: (rows of the batch * threads); at most 32 positions. `proposals` [B, W-1].
 template <typename T, bool LOGPROBS>
-METAL_FUNC void greedy_walk(
+METAL_FUNC void block_walk(
     const device float* values, const device uint* tokens, const device T* lse, const device int* proposals,
-    const device int* stops, const device int* budgets, device int* result, int W, int shares, int stop_count, uint row, uint simd_group, uint lane,
-    uint simd_groups, threadgroup int* choices, threadgroup int* faults) {
+    device int* result, int W, int shares, uint row, uint simd_group, uint lane, uint simd_groups,
+    threadgroup int* choices, threadgroup int* faults) {
   for (int position = int(simd_group); position < W; position += int(simd_groups)) {
     const size_t from = (size_t(row) * W + position) * shares;
     Best best;
@@ -97,7 +96,7 @@ METAL_FUNC void greedy_walk(
     if (lane == 0) {
       choices[position] = best.token == NO_TOKEN ? -1 : int(best.token);
       const float judged = LOGPROBS ? static_cast<float>(lse[row * W + position]) : best.value;
-      faults[position] = best.token == NO_TOKEN ? -(position + 1) : Best::is_nan(judged) ? position + 1 : 0;
+      faults[position] = best.token == NO_TOKEN ? 2 : Best::is_nan(judged) ? 1 : 0;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -108,18 +107,11 @@ METAL_FUNC void greedy_walk(
   const int choice = here ? choices[own] : -1;
   const bool agrees = own < W - 1 && proposals[row * (W - 1) + own] == choice;
   const int accepted = min(simd_min(agrees ? 32 : own), W - 1);
-  bool stops_here = false;
-  for (int i = 0; i < stop_count; i++) stops_here = stops_here || (here && choice == stops[i]);
-  const int first_stop = simd_min(stops_here ? own : 32);
-  const int count = min(min(accepted + 1, first_stop + 1), budgets[row]);
-  const int first_fault = simd_min(own < count && faults[own] != 0 ? own : 32);
 
-  device int* out = result + row * (W + 4);
-  if (own == 0) {
-    out[0] = first_fault < 32 ? faults[first_fault] : 0;
-    out[1] = accepted;
-    out[2] = count;
-    out[3] = choices[accepted];
+  device int* out = result + row * (1 + 2 * W);
+  if (own == 0) out[0] = accepted;
+  if (here) {
+    out[1 + own] = faults[own];
+    out[1 + W + own] = choice;
   }
-  if (here) out[4 + own] = own < count ? choice : -1;
 }

@@ -31,17 +31,18 @@ from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter
 from mlx_spec.drafters.speculators import select_speculator
 from mlx_spec.drafters.standalone import StandaloneDrafter
+from mlx_spec.engine.drafting import open_drafting
+from mlx_spec.engine.round import Engine
+from mlx_spec.engine.row import Row
+from mlx_spec.engine.run import Emission, Shaped, run
 from mlx_spec.errors import InvalidRequest, UnsupportedOption
 from mlx_spec.model.target import DRAWS, Target
 from mlx_spec.options import KIND_OF, Drafting, Options, RunKeywords, StepKeywords, TextKeywords, spelled_out
 from mlx_spec.pairing import load_drafter
 from mlx_spec.progress import prompt_listener, telling_progress
 from mlx_spec.prompts import check_ends, read_prompt
-from mlx_spec.request import Request
-from mlx_spec.rounds.drafted import open_loop
-from mlx_spec.rounds.engine import Emission, Engine
 from mlx_spec.sampling import OwnDraws, Sampling
-from mlx_spec.schedule import FixedWidth
+from mlx_spec.schedule.fixed import FixedWidth
 from mlx_spec.stats import Statistics
 from mlx_spec.stops import TextStream
 from mlx_spec.verify.certified_routes import CertifiedRoutes
@@ -91,8 +92,12 @@ class _Run:
     """One request, ready to hand out tokens."""
 
     engine: Engine
-    request: Request
+    row: Row
     statistics: Statistics
+
+    def tokens(self, shape: Callable[[Emission], Shaped]) -> Generator[Shaped, None, None]:
+        """See `engine.run.run`."""
+        return run(self.engine, self.row, shape)
 
 
 def _open_run(
@@ -116,7 +121,8 @@ def _open_run(
     if drafter is not None:
         _check_pair(options, drafter, target, statistics, draws)
     caches = _resolve_caches(options, model, statistics)
-    request = Request(
+    routes = CertifiedRoutes(target, options.verify, statistics, options.progress)
+    row = Row(
         prompt=read,
         caches=caches,
         keeps_caches=options.prompt_cache is not None,
@@ -126,24 +132,26 @@ def _open_run(
         budget=None if options.max_tokens == -1 else options.max_tokens,
         eos_token_ids=frozenset(options.eos_token_ids).union(tokenizers_ends),
         prefill_step_size=options.prefill_step_size,
+        routes=routes,
+        on_round=options.on_round,
     )
     if stops is not None:
-        request.stops = stops
-    request.progress = prompt_listener(options.progress, options.prompt_progress_callback)
-    request.quantization.check(caches)
-    request.quantization.check_sizes(caches, lambda: target.used_caches(new_caches(model, options.max_kv_size)))
-    routes = CertifiedRoutes(target, options.verify, statistics, options.progress)
-    schedule = FixedWidth(1, "plain decoding")
+        row.stops = stops
+    row.progress = prompt_listener(options.progress, options.prompt_progress_callback)
+    row.quantization.check(caches)
+    row.quantization.check_sizes(caches, lambda: target.used_caches(new_caches(model, options.max_kv_size)))
+    fixed = FixedWidth(1, "plain decoding")
     if drafter is not None:
         with mx.stream(options.stream):
-            schedule = draws.lend(_resolve_width, options.asked_width(), drafter, routes, caches, statistics)
-    drafter = None if schedule.width == 1 else drafter
-    loop = open_loop(drafter, target, read, tokens_read(caches), statistics, draws)
+            fixed = draws.lend(_resolve_width, options.asked_width(), drafter, routes, caches, statistics)
+    drafter = None if fixed.width == 1 else drafter
+    row.policy = fixed
+    row.drafting = open_drafting(drafter, target, read, tokens_read(caches), statistics, draws)
     _tell(options, drafter, statistics)
-    statistics.loop = loop.name
-    statistics.width_policy = str(schedule)
+    statistics.loop = row.drafting.name
+    statistics.width_policy = str(row.policy)
     draws.settle()
-    return _Run(Engine(target, request, loop, schedule, routes, options.stream), request, statistics)
+    return _Run(Engine(target, options.stream), row, statistics)
 
 
 def _tell(options: Options, drafter: Drafter | None, statistics: Statistics) -> None:
@@ -291,7 +299,7 @@ def generate_step(
     """
     asked: dict[str, Any] = {**keywords, "stream": stream, "draft_model": draft_model, "max_tokens": max_tokens}
     options = Options.read(asked, "generate_step", _STEP_NAMES)
-    return _open_run(prompt, model, options).engine.run(_pair)
+    return _open_run(prompt, model, options).tokens(_pair)
 
 
 _STEP_NAMES = ("stream", *StepKeywords.__annotations__)
@@ -319,7 +327,7 @@ def speculative_generate_step(
     """
     asked: dict[str, Any] = {**keywords, "stream": stream, "draft_model": draft_model, "max_tokens": max_tokens}
     options = Options.read(asked, "speculative_generate_step", _STEP_NAMES)
-    return _open_run(prompt, model, options).engine.run(_triple)
+    return _open_run(prompt, model, options).tokens(_triple)
 
 
 def _triple(emission: Emission) -> tuple[int, mx.array, bool]:
@@ -369,8 +377,8 @@ def _stream(
         tokenizer = TokenizerWrapper(tokenizer)
     text = TextStream(tokenizer.detokenizer, options.stop)
     options = options.model_copy(update={"tokenizer": tokenizer})
-    run = _open_run(_encode(tokenizer, prompt), model, options, text.feed, frozenset(tokenizer.eos_token_ids))
-    return _responses(run, model, text, options.stream)
+    opened = _open_run(_encode(tokenizer, prompt), model, options, text.feed, frozenset(tokenizer.eos_token_ids))
+    return _responses(opened, model, text, options.stream)
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: Any) -> Any:
@@ -380,42 +388,44 @@ def _encode(tokenizer: TokenizerWrapper, prompt: Any) -> Any:
     return tokenizer.encode(prompt, add_special_tokens=not has_bos)
 
 
-def _responses(run: _Run, model: nn.Module, text: TextStream, stream: Any) -> Generator[GenerationResponse, None, None]:
-    request, started, count, prompt_tps = run.request, time.perf_counter(), 0, 0.0
+def _responses(
+    opened: _Run, model: nn.Module, text: TextStream, stream: Any
+) -> Generator[GenerationResponse, None, None]:
+    row, started, count, prompt_tps = opened.row, time.perf_counter(), 0, 0.0
 
     def response(emission: Emission) -> GenerationResponse:
         nonlocal started, count, prompt_tps
         count += 1
         if count == 1:
-            prompt_tps = request.prompt.length / (time.perf_counter() - started)
+            prompt_tps = row.prompt.length / (time.perf_counter() - started)
             started = time.perf_counter()
-        segment = text.segment if request.finish_reason is None else _finish(request, text, emission)
+        segment = text.segment if row.finish_reason is None else _finish(row, text, emission)
         return GenerationResponse(
             text=segment,
             token=emission.token,
             logprobs=emission.logprobs,
             from_draft=emission.from_draft,
-            prompt_tokens=request.prompt.length,
+            prompt_tokens=row.prompt.length,
             prompt_tps=prompt_tps,
             generation_tokens=count,
             generation_tps=count / (time.perf_counter() - started),
             peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=request.finish_reason,
-            speculation=run.statistics,
+            finish_reason=row.finish_reason,
+            speculation=opened.statistics,
         )
 
     with wired_limit(model, [stream]):
         # Nothing may come between the engine's `yield` and the caller's.
-        yield from run.engine.run(response)
+        yield from opened.tokens(response)
 
 
-def _finish(request: Request, text: TextStream, last: Emission) -> str:
+def _finish(row: Row, text: TextStream, last: Emission) -> str:
     """The end of the text, once all of it is certain. The run settles after its last token was handed out."""
     # A stop string's last token shows the text before it; an end token shows nothing.
-    segment = "" if last.token in request.eos_token_ids else text.segment
+    segment = "" if last.token in row.eos_token_ids else text.segment
     text.finish()
     if text.stopped:
-        request.finish_reason = "stop"
+        row.finish_reason = "stop"
     return segment + text.segment
 
 

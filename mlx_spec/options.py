@@ -15,10 +15,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from mlx_spec.arguments import refusal, whole
 from mlx_spec.config import SpeculativeConfig, SpeculativeMethod
 from mlx_spec.drafters.base import Drafter
+from mlx_spec.engine.row import OnRound
 from mlx_spec.errors import InvalidRequest, UnknownKeyword, UnsupportedOption
 from mlx_spec.progress import Progress
 from mlx_spec.sampling import LogitsProcessor, Sampler
-from mlx_spec.schedule import MAX_WIDTH
+from mlx_spec.schedule.policy import MAX_WIDTH
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.certified_routes import Verify
 
@@ -49,6 +50,7 @@ class RunKeywords(TypedDict, total=False):
     eos_token_ids: Iterable[int]
     statistics: Statistics | None
     progress: Progress | None
+    on_round: OnRound | None
 
 
 class StepKeywords(RunKeywords, total=False):
@@ -117,6 +119,7 @@ class Options(BaseModel):
     )
     statistics: InstanceOf[Statistics] | None = Field(default=None, description="a Statistics object")
     progress: _Function | None = Field(default=None, description="a function that is told each Step")
+    on_round: _Function | None = Field(default=None, description="a function that is told each RoundResult")
     tokenizer: SkipValidation[Any] = None
     stop: Annotated[tuple[_Word, ...], BeforeValidator(_several_strings)] = Field(
         default=(), description="a string or a list of non-empty strings"

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_spec.engine.prompt import Prompt
 from mlx_spec.errors import InvalidRequest, UnknownAnatomy, UnsupportedOption
 from mlx_spec.model.target import Target
-from mlx_spec.request import Prompt
 from mlx_spec.stats import Statistics
 
 

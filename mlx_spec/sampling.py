@@ -48,8 +48,7 @@ class Sampling:
         """
         for processor in self.processors:
             logits = processor(ids, logits)  # type: ignore[arg-type]
-        # `log_sum_exp`, without a call for each token.
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        logprobs = logits - log_sum_exp(logits)
         return self.sampler(logprobs), logprobs
 
 

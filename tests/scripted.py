@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import mlx.core as mx
 import numpy as np
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 
 if TYPE_CHECKING:
@@ -86,9 +87,10 @@ class ScriptedState(DrafterState):
         self._enter("read_prompt")
         self.prompt_tokens += len(ids[0])
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         self._enter("propose")
-        return mx.array([self.drafter.script(self, row, count) for row in range(len(bonus))], dtype=mx.int32)
+        ids = [self.drafter.script(self, row, count) for row in range(len(bonus))]
+        return Proposal(mx.array(ids, dtype=mx.int32))
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         self._enter("catch_up")
@@ -314,7 +316,7 @@ class _RecordingState(DrafterState):
         self._note("read_prompt", ids, hidden)
         self.inner.read_prompt(ids, hidden)
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         self.log.calls.append(("propose", (list(bonus), count)))
         return self.inner.propose(bonus, count)
 

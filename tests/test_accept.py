@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_spec.accept import walk
-from mlx_spec.errors import InvalidRequest
+from mlx_spec.accept.exact import Exact
+from mlx_spec.accept.proposal import Proposal
+from mlx_spec.accept.rule import Scored, packed
+from mlx_spec.accept.table import RULES, rule_named
+from mlx_spec.errors import UnsupportedOption
 from tests.host_reads import count_host_reads
 
 FEW_IDS = st.integers(0, 2)
@@ -22,13 +25,22 @@ def plain_walk(proposals: list[int], choices: list[int]) -> tuple[int, int]:
     return accepted, choices[accepted]
 
 
+def judged(proposals: mx.array, choices: mx.array, faults: mx.array | None = None) -> list[list[int]]:
+    rows, width = choices.shape
+    clean = mx.zeros((rows, width)) if faults is None else faults
+    walked = Exact().walk(Proposal(proposals), Scored(choices, mx.zeros((rows, width, 3)), clean))
+    assert (walked.shape, walked.dtype) == ((rows, 1 + 2 * width), mx.int32)
+    read: list[list[int]] = walked.tolist()  # type: ignore[assignment]
+    return read
+
+
 def walked(proposals: list[list[int]], choices: list[list[int]]) -> list[tuple[int, int]]:
     rows, count = len(proposals), len(proposals[0])
     given_ids = mx.array(proposals, dtype=mx.int32).reshape(rows, count)
-    accepted, bonus = walk(given_ids, mx.array(choices, dtype=mx.uint32))
-    assert (accepted.shape, bonus.shape) == ((rows,), (rows,))
-    assert (accepted.dtype, bonus.dtype) == (mx.int32, mx.int32)
-    return list(zip(accepted.tolist(), bonus.tolist(), strict=True))
+    read = judged(given_ids, mx.array(choices, dtype=mx.uint32))
+    # Every position's token is told, whether it is reached or not: the host may cut a round short.
+    assert [row[2 + count :] for row in read] == choices
+    return [(row[0], row[2 + count + row[0]]) for row in read]
 
 
 @st.composite
@@ -47,13 +59,14 @@ def test_every_row_is_walked_as_a_plain_loop_would(block: tuple[list[list[int]],
     assert walked(proposals, choices) == want
 
 
-@given(st.lists(FEW_IDS, min_size=1, max_size=7), st.integers(0, 7))
-def test_exactly_the_leading_agreements_count(choices: list[int], wrong_at: int) -> None:
-    proposals = choices[:-1]
-    want = min(wrong_at, len(proposals))
-    if wrong_at < len(proposals):
-        proposals[wrong_at] += 3
-    assert walked([proposals], [choices]) == [(want, choices[want])]
+@given(blocks())
+def test_a_rule_put_together_from_verdicts_walks_alike(block: tuple[list[list[int]], list[list[int]]]) -> None:
+    proposals, choices = block
+    rows, count = len(proposals), len(proposals[0])
+    ids = mx.array(proposals, dtype=mx.int32).reshape(rows, count)
+    theirs = mx.array(choices, dtype=mx.uint32)
+    scored = Scored(theirs, mx.zeros((rows, count + 1, 3)), mx.zeros((rows, count + 1)))
+    assert packed(ids == theirs[:, :-1], scored, theirs).tolist() == judged(ids, theirs)
 
 
 def test_what_follows_the_first_miss_does_not_count_though_it_agrees() -> None:
@@ -70,28 +83,28 @@ def test_rows_end_where_each_of_them_misses() -> None:
     assert walked(proposals, choices) == [(3, 4), (1, 9), (0, 1), (2, 3)]
 
 
+def test_positions_at_which_nothing_can_be_chosen_are_told_one_by_one() -> None:
+    faults = mx.array([[0.0, mx.nan, 0.0], [mx.nan, 0.0, mx.inf]])
+    read = judged(mx.array([[1, 2], [1, 2]]), mx.array([[1, 2, 3], [1, 2, 3]], mx.uint32), faults)
+    assert [row[1:4] for row in read] == [[0, 1, 0], [1, 0, 0]]
+
+
 @pytest.mark.parametrize("absent", [-1, 97, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("dtype", [mx.uint32, mx.int32, mx.int64])
 def test_an_id_outside_the_vocabulary_never_matches(absent: int, dtype: mx.Dtype) -> None:
-    proposals = mx.array([[absent, absent]], dtype=mx.int32)
-    accepted, bonus = walk(proposals, mx.array([[96, 0, 5]], dtype=dtype))
-    assert (accepted.tolist(), bonus.tolist()) == ([0], [96])
-
-
-@pytest.mark.parametrize(
-    ("proposals", "choices"), [((2, 3), (2, 3)), ((2, 3), (2, 5)), ((2, 3), (1, 4)), ((1, 0), (1, 2))]
-)
-def test_shapes_that_do_not_fit_are_refused_with_both_of_them(
-    proposals: tuple[int, int], choices: tuple[int, int]
-) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        walk(mx.zeros(proposals, mx.int32), mx.zeros(choices, mx.uint32))
-    assert str(proposals) in str(caught.value)
-    assert str(choices) in str(caught.value)
+    read = judged(mx.array([[absent, absent]], dtype=mx.int32), mx.array([[96, 0, 5]], dtype=dtype))
+    assert (read[0][0], read[0][4]) == (0, 96)
 
 
 def test_walking_reads_nothing_on_the_host() -> None:
-    proposals, choices = mx.array([[5, 7, 9]]), mx.array([[5, 8, 9, 1]])
+    scored = Scored(mx.array([[5, 8, 9, 1]], mx.uint32), mx.zeros((1, 4, 3)), mx.zeros((1, 4)))
     with count_host_reads() as reads:
-        walk(proposals, choices)
+        Exact().walk(Proposal(mx.array([[5, 7, 9]])), scored)
     assert reads.count == 0
+
+
+def test_rules_are_known_by_name() -> None:
+    assert rule_named("exact").token_exact
+    assert str(rule_named("exact")) == "target's own choice (token-exact)"
+    with pytest.raises(UnsupportedOption, match=f"'lenient'.*{', '.join(sorted(RULES))}"):
+        rule_named("lenient")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from mlx_spec.ops.argmax import GreedyBlock
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data, same_bits
 from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
+from mlx_spec.ops.walk import GreedyBlock
 from tests.msl.trials import PACKINGS
 
 pytestmark = pytest.mark.metal

@@ -49,7 +49,7 @@ def _drive(drafter: Drafter, rounds: int, count: int = 4, hidden: int = 0) -> tu
     state.read_prompt([PROMPT[2:]], tapped(PROMPT[2:]))
     at, accepted, proposed = 0, [], []
     for _ in range(rounds):
-        proposals = state.propose([ORACLE[at]], count)
+        proposals = state.propose([ORACLE[at]], count).ids
         assert proposals.dtype == mx.int32
         (ids,) = proposals.tolist()
         proposed.append(ids)
@@ -118,7 +118,7 @@ def test_raising_at_one_call_only() -> None:
     state.propose([ORACLE[0]], 2)
     with pytest.raises(DrafterFault, match="propose, call 2"):
         state.propose([ORACLE[0]], 2)
-    assert state.propose([ORACLE[0]], 2).tolist() == [ORACLE[1:3]]
+    assert state.propose([ORACLE[0]], 2).ids.tolist() == [ORACLE[1:3]]
 
 
 def test_out_of_range_ids_and_right_ones_take_turns() -> None:
@@ -133,7 +133,7 @@ def test_out_of_range_ids_and_right_ones_take_turns() -> None:
 def test_wrong_count(surplus: int, length: int) -> None:
     drafter = WrongCountDrafter(ORACLE, VOCAB, surplus)
     state = drafter.open(NO_TARGET)
-    proposals = state.propose([ORACLE[0]], 4)
+    proposals = state.propose([ORACLE[0]], 4).ids
     assert proposals.shape == (1, length)
     assert proposals.tolist() == [ORACLE[1 : 1 + length]]
     assert not drafter.may_propose_fewer
@@ -141,7 +141,7 @@ def test_wrong_count(surplus: int, length: int) -> None:
 
 def test_beyond_the_oracle_zero_counts_as_right() -> None:
     state = RightDrafter([3, 5], VOCAB).open(NO_TARGET)
-    assert state.propose([3], 3).tolist() == [[5, 0, 0]]
+    assert state.propose([3], 3).ids.tolist() == [[5, 0, 0]]
 
 
 def test_rows_of_a_batch_are_scripted_apart() -> None:
@@ -149,7 +149,7 @@ def test_rows_of_a_batch_are_scripted_apart() -> None:
     state = RightDrafter([ORACLE, other], VOCAB).open(NO_TARGET)
     state.read_prompt([PROMPT, PROMPT], None)
     state.catch_up([ORACLE[:3], other[:1]], None)
-    assert state.propose([ORACLE[3], other[1]], 2).tolist() == [ORACLE[4:6], other[2:4]]
+    assert state.propose([ORACLE[3], other[1]], 2).ids.tolist() == [ORACLE[4:6], other[2:4]]
 
 
 def test_recording_sees_every_call_and_accepts_an_exact_feed() -> None:

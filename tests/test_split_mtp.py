@@ -90,7 +90,7 @@ def test_a_checkpoint_of_8_bit_floats_is_split_loaded_and_drafts(tmp_path: Path)
     assert_same(drafter(out, family), drafter(source, family))
     state = drafter(out, family).open(target(family))
     state.read_prompt([[1, 2, 3]], mx.random.normal((1, 3, 32)))
-    assert state.propose([4], 2).shape == (1, 2)
+    assert state.propose([4], 2).ids.shape == (1, 2)
 
 
 def test_each_damaged_tensor_of_a_quantized_folder_is_named(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_spec.cache.alone import AloneByLength, AloneByState
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal, PackedJournal
 from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, drive_by, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
@@ -49,6 +50,7 @@ _KEPT_IN_PART: _Kinds = {
 }
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
+_UNDONE_ALONE: _Kinds = {KVCache: AloneByLength, QuantizedKVCache: AloneByLength, ArraysCache: AloneByState}
 _KEPT_IN_ROWS = frozenset(_KEPT_IN_PART) - {ArraysCache}
 """Attention reads every row of these that a forward writes, so whoever waits for the logits waits for the rows."""
 
@@ -97,6 +99,8 @@ def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Driv
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
+    if drive is Drive.ALONE and width == 1 and all(type(cache) in _UNDONE_ALONE for cache in members):
+        return list(caches), [_UNDONE_ALONE[type(cache)](cache, 1) for cache in members]
     kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
     journals: dict[int, Journal] = {}
     masks: dict[int, AskedMask] = {}

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from operator import is_not
 from typing import Any
 
-import mlx.core as mx
-
+from mlx_spec.cache.alone import even_out
 from mlx_spec.cache.base import (
     Apply,
     AskedMask,
@@ -109,7 +108,7 @@ class AppendJournal(RowsJournal):
 
     def restore(self) -> None:
         self._cache.offset = self._base
-        self._even_out()
+        even_out(self._cache)
 
     def trimmed(self) -> int | None:
         surplus = self._base + self._appended - int(getattr(self._cache, self.counter))
@@ -117,13 +116,6 @@ class AppendJournal(RowsJournal):
 
     def untrim(self) -> None:
         setattr(self._cache, self.counter, self._base + self._appended)
-
-    def _even_out(self) -> None:
-        """A write that was interrupted may have grown the keys and not the values; both have all old rows."""
-        cache = self._cache
-        if isinstance(cache.keys, mx.array) and cache.keys.shape[2] != cache.values.shape[2]:
-            rows = min(cache.keys.shape[2], cache.values.shape[2])
-            cache.keys, cache.values = cache.keys[..., :rows, :], cache.values[..., :rows, :]
 
     @property
     def nbytes(self) -> int:
@@ -243,7 +235,7 @@ class BatchAppendJournal(AppendJournal):
     def restore(self) -> None:
         self._keep([0] * self._rows[0].size)
         if self._base:
-            self._even_out()
+            even_out(self._cache)
 
     def close(self) -> None:
         super().close()

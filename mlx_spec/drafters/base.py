@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
+
 if TYPE_CHECKING:
     from mlx_spec.model.target import Target
 
@@ -43,7 +45,7 @@ class DrafterState(abc.ABC):
         """
 
     @abc.abstractmethod
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Propose what follows the bonus token.
 
         Args:
@@ -51,8 +53,8 @@ class DrafterState(abc.ABC):
             count: proposals wanted, >= 1.
 
         Returns:
-            [B, n] int32 token ids in the target's vocabulary, lazy. n == count, or 0 <= n <= count
-            if the drafter declares `may_propose_fewer`.
+            [B, n] int32 token ids in the target's vocabulary, lazy, with the log-probabilities they were chosen from
+            where there are some. n == count, or 0 <= n <= count if the drafter declares `may_propose_fewer`.
         """
 
     @abc.abstractmethod

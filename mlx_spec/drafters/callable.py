@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.arguments import FUNCTION, refusal, require, whole_number
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.ngram import NO_TOKEN
@@ -79,7 +80,7 @@ class CallableState(DrafterState):
         """Append to the ids the function sees."""
         self.read_prompt(ids, hidden)
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Ask the function, once per row; [B] -> [B, n] int32 with n == count, or n == 0 when no row has a proposal.
 
         Raises:
@@ -95,7 +96,7 @@ class CallableState(DrafterState):
         ]
         width = max(map(len, answers))
         padded = [answer or [NO_TOKEN] * width for answer in answers]
-        return mx.array(padded, dtype=mx.int32).reshape(len(padded), width)
+        return Proposal(mx.array(padded, dtype=mx.int32).reshape(len(padded), width))
 
     def abort(self) -> None:
         """Nothing to do: `propose` changes nothing."""

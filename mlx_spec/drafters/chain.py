@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.cache.adopt import cache_arrays
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
@@ -193,7 +194,7 @@ class ChainState(DrafterState):
         if self.pending > PENDING_LIMIT:
             self._run_committed()
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Run the pending pairs and draft one token per depth, then feed the last depth its output and that token.
 
         Repeating the call gives the same proposals.
@@ -227,7 +228,7 @@ class ChainState(DrafterState):
             self.abort()
             raise
         draft.bonus = list(bonus)
-        return mx.concatenate(drafted, axis=1)
+        return Proposal(mx.concatenate(drafted, axis=1))
 
     def abort(self) -> None:
         """Forget what `propose` ran; see `DrafterState.abort`. If it is interrupted, calling it again completes it."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.arguments import whole_number
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.errors import InvalidRequest
@@ -86,7 +87,7 @@ class NgramState(DrafterState):
         """Index what was committed; see `read_prompt`."""
         self.read_prompt(ids, hidden)
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Look the suffix that ends in the bonus up; [B] -> [B, n] int32, 0 <= n <= count.
 
         Cost: O(max_ngram + count) on the host.
@@ -96,7 +97,7 @@ class NgramState(DrafterState):
         proposed = [text.continuation(token, count) for text, token in zip(self._texts, bonus, strict=True)]
         longest = max(map(len, proposed))
         padded = [row + [NO_TOKEN] * (longest - len(row)) for row in proposed]
-        return mx.array(padded, dtype=mx.int32).reshape(len(padded), longest)
+        return Proposal(mx.array(padded, dtype=mx.int32).reshape(len(padded), longest))
 
     def abort(self) -> None:
         """Nothing to do: `propose` changes nothing."""

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.arguments import require
 from mlx_spec.cache.adopt import cache_arrays, needs_mixers, new_caches
 from mlx_spec.cache.base import Drive
@@ -219,7 +220,7 @@ class StandaloneState(DrafterState):
         self._append(ids)
         self._run_pending()
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Run the pending tokens and the bonus, then feed back each likeliest token.
 
         Repeating the call gives the same proposals.
@@ -253,7 +254,7 @@ class StandaloneState(DrafterState):
             raise
         proposals = mx.concatenate(chosen, axis=1)
         self._scratch = _Scratch(tx, self.pending, tuple(bonus), proposals)
-        return proposals
+        return Proposal(proposals)
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         """Keep what the last proposal ran of these tokens; the rest waits for the next one.

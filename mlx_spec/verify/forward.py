@@ -13,7 +13,7 @@ from mlx_spec.cache.adopt import cache_arrays, new_caches, rows_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, InvalidRequest
 from mlx_spec.model.target import DRAWS, Target, TargetOutput
-from mlx_spec.schedule import MAX_WIDTH
+from mlx_spec.schedule.policy import MAX_WIDTH
 from mlx_spec.stats import Statistics
 from mlx_spec.verify.block import step_through, verify
 from mlx_spec.verify.certified_routes import CertifiedRoutes

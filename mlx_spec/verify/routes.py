@@ -106,6 +106,7 @@ class Route:
 
 
 _DRIVES = {
+    Drive.ALONE: "block",
     Drive.WHOLE: "block",
     Drive.BLOCK: "block",
     Drive.QUERIES: "block",
@@ -113,6 +114,7 @@ _DRIVES = {
 }
 
 BLOCK = Route()
+ALONE = Route(Drive.ALONE)
 POSITIONS = Route(Drive.POSITIONS)
 STEP_THROUGH = Route(stepped=True)
 

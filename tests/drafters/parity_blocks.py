@@ -91,7 +91,7 @@ def _compare_round(
         comparison.arrays("hidden", got, want["draft_hidden"])
         _compare_heads(want, got[:, rows - drafter.proposals :], bonus, (drafter, target), comparison)
         for tokens in want.given("draft_tokens"):
-            comparison.ids("tokens", state.propose(bonus.tolist(), drafter.proposals), tokens)
+            comparison.ids("tokens", state.propose(bonus.tolist(), drafter.proposals).ids, tokens)
 
 
 def _compare_heads(

@@ -88,7 +88,7 @@ def _compare_proposals(fixture: Fixture, drafter: Eagle3Drafter, target: Target,
     for position in range(len(tokens) - 1):
         read = state.read_prompt if position == 0 else state.catch_up
         read([tokens[position : position + 1]], expected["aux_hidden"][:, position : position + 1])
-        proposed = state.propose([tokens[position + 1]], 2)
+        proposed = state.propose([tokens[position + 1]], 2).ids
         comparison.ids("proposals", proposed[:, :1], chosen[:, position : position + 1])
 
 

@@ -83,7 +83,7 @@ def _compare_proposals(
     for position in range(logits.shape[1]):
         read = state.read_prompt if position == 0 else state.catch_up
         read([tokens[position : position + 1]], tapped[:, position : position + 1])
-        proposed = state.propose([tokens[position + 1]], 3)
+        proposed = state.propose([tokens[position + 1]], 3).ids
         comparison.ids("proposals", proposed[:, :1], mx.argmax(logits[:, position : position + 1], axis=-1))
 
 

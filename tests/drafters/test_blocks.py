@@ -32,7 +32,7 @@ def ordered(context: Context | None) -> list[mx.array]:
 def assert_right(source: BlockDrafter, state: BlockState, ids: list[int], hidden: mx.array) -> None:
     """It is what a state is that reads the text at once."""
     other, count = cold(source, ids, hidden), source.proposals
-    assert state.propose([7], count).tolist() == other.propose([7], count).tolist()
+    assert state.propose([7], count).ids.tolist() == other.propose([7], count).ids.tolist()
     assert state.position == other.position
     for left, right in zip(state.contexts, other.contexts, strict=True):
         for mine, theirs in zip(ordered(left), ordered(right), strict=True):
@@ -106,11 +106,11 @@ def test_a_proposal_leaves_nothing_behind_and_can_be_repeated(name: str) -> None
     source = drafter(name)
     ids, hidden = text(20, source)
     state = cold(source, ids, hidden)
-    first = state.propose([7], 3).tolist()
+    first = state.propose([7], 3).ids.tolist()
     state.propose([9], source.proposals)
     state.abort()
     state.abort()
-    assert state.propose([7], 3).tolist() == first
+    assert state.propose([7], 3).ids.tolist() == first
     assert_right(source, state, ids, hidden)
 
 
@@ -149,7 +149,7 @@ def test_positions_start_where_the_cache_stood() -> None:
     assert context is not None
     assert context.positions.tolist() == list(range(100, 112))
     # Rotary positions are relative, so the same text elsewhere drafts the same.
-    assert state.propose([7], 4).tolist() == cold(source, ids, hidden).propose([7], 4).tolist()
+    assert state.propose([7], 4).ids.tolist() == cold(source, ids, hidden).propose([7], 4).ids.tolist()
 
 
 def test_several_rows_are_drafted_as_each_alone() -> None:
@@ -158,8 +158,8 @@ def test_several_rows_are_drafted_as_each_alone() -> None:
         (ids, hidden), (others, theirs) = text(14, source, 1), text(14, source, 2)
         both = source.open(target())
         both.read_prompt([ids, others], mx.concatenate([hidden, theirs]))
-        alone = [cold(source, ids, hidden).propose([7], 3), cold(source, others, theirs).propose([9], 3)]
-        assert both.propose([7, 9], 3).tolist() == mx.concatenate(alone).tolist()
+        alone = [cold(source, ids, hidden).propose([7], 3).ids, cold(source, others, theirs).propose([9], 3).ids]
+        assert both.propose([7, 9], 3).ids.tolist() == mx.concatenate(alone).tolist()
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 63), (1, 2, 64), (2, 3, 64), (3, 64), None])
@@ -205,7 +205,7 @@ def test_a_round_is_one_forward_over_as_many_rows_as_it_needs_and_reads_no_host(
         return original(network, embedded, *args)
 
     with mock.patch.object(BlockNetwork, "run", counting), count_host_reads() as reads:
-        proposed = state.propose([7], count)
+        proposed = state.propose([7], count).ids
     assert proposed.shape == (1, count)
     assert len(reads) == 0
     rows = {"dflash2": 6}.get(name, count if source.config.from_anchor else count + 1)
@@ -215,8 +215,8 @@ def test_a_round_is_one_forward_over_as_many_rows_as_it_needs_and_reads_no_host(
 def test_the_second_version_drafts_whole_blocks_whatever_is_asked_for() -> None:
     source = drafter("dflash2")
     state = cold(source, *text(20, source))
-    whole = state.propose([7], 5).tolist()[0]
-    assert [state.propose([7], count).tolist()[0] for count in (1, 2, 4)] == [whole[:1], whole[:2], whole[:4]]
+    whole = state.propose([7], 5).ids.tolist()[0]
+    assert [state.propose([7], count).ids.tolist()[0] for count in (1, 2, 4)] == [whole[:1], whole[:2], whole[:4]]
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_the_embedding_is_read_as_a_tap_below_the_first_layer() -> None:
     embedded = target().embed(mx.array([ids]))
     side_by_side = mx.concatenate([embedded, hidden], axis=-1)
     got, want = cold(source, ids, hidden), cold(plain, ids, side_by_side)
-    assert got.propose([7], 4).tolist() == want.propose([7], 4).tolist()
+    assert got.propose([7], 4).ids.tolist() == want.propose([7], 4).ids.tolist()
     assert mx.abs(ordered(got.contexts[0])[0] - ordered(want.contexts[0])[0]).max().item() < TOLERANCE
 
 
@@ -380,7 +380,7 @@ def test_a_mask_embedding_of_its_own_stands_for_the_mask_token() -> None:
     source = edited("dflash", edit_tensors=lambda content: content.update(mask_embedding=row))
     other = edited("dflash", lambda content: merge(content, {"dflash_config": {"mask_token_id": 5}}))
     ids, hidden = text(9, source)
-    proposed = [cold(each, ids, hidden).propose([7], 4).tolist() for each in (source, drafter("dflash"), other)]
+    proposed = [cold(each, ids, hidden).propose([7], 4).ids.tolist() for each in (source, drafter("dflash"), other)]
     assert proposed[0] == proposed[1] != proposed[2]
 
 
@@ -396,7 +396,7 @@ def test_an_input_scale_multiplies_the_tables_own_rows() -> None:
 def test_a_block_is_cut_before_the_first_proposal_that_is_unlikely_to_be_accepted() -> None:
     source = edited("dspark")
     state = cold(source, *text(9, source))
-    whole = state.propose([7], 4)
+    whole = state.propose([7], 4).ids
     states = source.run([7], 4, state.contexts, state.position, target())
     odds = source.confidence(states, mx.array([7]), whole)[0].tolist()
     assert not source.may_propose_fewer
@@ -405,11 +405,11 @@ def test_a_block_is_cut_before_the_first_proposal_that_is_unlikely_to_be_accepte
         if odds[cut] < below:
             source.confidence_threshold = (odds[cut] + below) / 2
             assert source.may_propose_fewer
-            assert state.propose([7], 4).tolist() == whole[:, :cut].tolist()
+            assert state.propose([7], 4).ids.tolist() == whole[:, :cut].tolist()
     source.confidence_threshold = min(odds) / 2
-    assert state.propose([7], 4).tolist() == whole.tolist()
+    assert state.propose([7], 4).ids.tolist() == whole.tolist()
     source.confidence_threshold = 1.0
-    assert state.propose([7], 4).shape == (1, 0)
+    assert state.propose([7], 4).ids.shape == (1, 0)
     source.confidence_threshold = 0
     assert not source.may_propose_fewer
 

@@ -28,7 +28,7 @@ def test_it_sees_everything_committed_with_the_bonus_last() -> None:
     state = CallableDrafter(draft).open(TARGET)
     state.read_prompt([[1, 2]], None)
     state.read_prompt([[3]], None)
-    assert state.propose([4], 2).tolist() == [[9, 9]]
+    assert state.propose([4], 2).ids.tolist() == [[9, 9]]
     state.abort()
     state.propose([4], 1)
     state.catch_up([[4, 9]], None)
@@ -37,7 +37,7 @@ def test_it_sees_everything_committed_with_the_bonus_last() -> None:
 
 
 def test_an_empty_list_means_no_proposal() -> None:
-    proposals = answering([]).propose([4], 3)
+    proposals = answering([]).propose([4], 3).ids
     assert proposals.shape == (1, 0)
     assert proposals.dtype == mx.int32
 
@@ -62,7 +62,7 @@ def test_an_id_that_is_no_int_is_an_error_that_names_the_type(item: object) -> N
 
 def test_ids_outside_int32_become_one_that_never_matches() -> None:
     answer = [2**31, 2**31 - 1, -(2**31) - 1, -(2**31), 10**30]
-    assert answering(answer).propose([4], 5).tolist() == [[-1, 2**31 - 1, -1, -(2**31), -1]]
+    assert answering(answer).propose([4], 5).ids.tolist() == [[-1, 2**31 - 1, -1, -(2**31), -1]]
 
 
 def test_what_the_function_raises_is_passed_on() -> None:
@@ -77,17 +77,17 @@ def test_each_row_of_a_batch_is_asked_for_alone() -> None:
     drafter = CallableDrafter(lambda ids, count: [ids[0]] * count if ids[-1] else [])
     state = drafter.open(TARGET)
     state.read_prompt([[10], [20]], None)
-    assert state.propose([1, 1], 2).tolist() == [[10, 10], [20, 20]]
-    assert state.propose([1, 0], 2).tolist() == [[10, 10], [-1, -1]]
-    assert state.propose([0, 0], 2).shape == (2, 0)
+    assert state.propose([1, 1], 2).ids.tolist() == [[10, 10], [20, 20]]
+    assert state.propose([1, 0], 2).ids.tolist() == [[10, 10], [-1, -1]]
+    assert state.propose([0, 0], 2).ids.shape == (2, 0)
 
 
 def test_requests_do_not_share_ids() -> None:
     drafter = CallableDrafter(lambda ids, count: [len(ids)] * count)
     one, other = drafter.open(TARGET), drafter.open(TARGET, start=5)
     one.read_prompt([[1, 2, 3]], None)
-    assert other.propose([4], 1).tolist() == [[1]]
-    assert one.propose([4], 1).tolist() == [[4]]
+    assert other.propose([4], 1).ids.tolist() == [[1]]
+    assert one.propose([4], 1).ids.tolist() == [[4]]
 
 
 def test_it_declares_what_it_is_and_fits_any_target() -> None:

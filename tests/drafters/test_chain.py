@@ -83,7 +83,7 @@ def shown(letters: str) -> tuple[list[list[int]], mx.array]:
 
 
 def proposed(state: ChainState, bonus: str, count: int) -> str:
-    return "".join(map(chr, state.propose([ord(bonus)], count)[0].tolist()))
+    return "".join(map(chr, state.propose([ord(bonus)], count).ids[0].tolist()))
 
 
 def cached(state: ChainState) -> list[str]:

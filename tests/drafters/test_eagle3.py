@@ -48,7 +48,7 @@ def cached(state: ChainState, ids: list[int]) -> list[mx.array]:
 
 
 def assert_same_state(state: ChainState, other: ChainState, ids: list[int]) -> None:
-    assert state.propose([7], 5).tolist() == other.propose([7], 5).tolist()
+    assert state.propose([7], 5).ids.tolist() == other.propose([7], 5).ids.tolist()
     for left, right in zip(cached(state, ids), cached(other, ids), strict=True):
         assert mx.abs(left - right).max().item() < TOLERANCE
 
@@ -92,7 +92,7 @@ def test_the_first_proposal_of_every_prefix_is_the_reference_id_mapped_to_the_ta
     tokens, offsets = expected["token_ids"][0].tolist(), tensors()["d2t"].tolist()
     for position, draft_id in enumerate(expected["s0.draft_ids"][0].tolist()):
         state = cold(tokens[: position + 1], expected["aux_hidden"][:, : position + 1])
-        assert state.propose([tokens[position + 1]], 1).tolist() == [[draft_id + offsets[draft_id]]]
+        assert state.propose([tokens[position + 1]], 1).ids.tolist() == [[draft_id + offsets[draft_id]]]
 
 
 def chain(source: Eagle3Drafter, ids: list[int], hidden: mx.array, feed_first: bool) -> list[int]:
@@ -118,7 +118,7 @@ def test_the_chain_feeds_back_each_output_with_the_token_it_gave(tmp_path: Path)
     for seed in range(20):
         ids, hidden = text(6, seed)
         expected = chain(other, ids, hidden, feed_first=False)
-        assert cold(ids, hidden, other).propose([11], 5).tolist() == [expected]
+        assert cold(ids, hidden, other).propose([11], 5).ids.tolist() == [expected]
         telling += expected != chain(other, ids, hidden, feed_first=True)
     assert telling >= 3
 
@@ -130,7 +130,7 @@ def test_both_layouts_of_the_same_weights_draft_the_same(tmp_path: Path) -> None
 
     ids, hidden = text(9)
     other = load(write(tmp_path, edit_tensors=renamed))
-    assert cold(ids, hidden, other).propose([4], 4).tolist() == cold(ids, hidden).propose([4], 4).tolist()
+    assert cold(ids, hidden, other).propose([4], 4).ids.tolist() == cold(ids, hidden).propose([4], 4).ids.tolist()
 
 
 def test_an_own_embedding_is_used_and_equals_the_shared_one(tmp_path: Path) -> None:
@@ -194,10 +194,10 @@ def test_proposing_again_gives_the_same_proposals_bit_by_bit() -> None:
     ids, hidden = text(15)
     state = cold(ids[:9], hidden[:, :9])
     state.catch_up([ids[9:12]], hidden[:, 9:12])
-    first = state.propose([ids[12]], 4).tolist()
+    first = state.propose([ids[12]], 4).ids.tolist()
     state.abort()
-    assert state.propose([ids[12]], 4).tolist() == first
-    assert state.propose([ids[12]], 2).tolist() == [first[0][:2]]
+    assert state.propose([ids[12]], 4).ids.tolist() == first
+    assert state.propose([ids[12]], 2).ids.tolist() == [first[0][:2]]
 
 
 def test_pairs_that_propose_ran_are_not_run_again() -> None:
@@ -238,7 +238,7 @@ def test_nothing_is_read_on_the_host() -> None:
     ids, hidden = text(12)
     with count_host_reads() as reads:
         state = cold(ids[:6], hidden[:, :6])
-        proposals = state.propose([ids[6]], 4)
+        proposals = state.propose([ids[6]], 4).ids
         state.catch_up([ids[6:9]], hidden[:, 6:9])
         mx.eval(proposals, state.arrays())
     assert reads.count == 0
@@ -251,8 +251,8 @@ def test_rows_of_a_batch_draft_as_they_do_alone() -> None:
     state = drafter().open(target())
     state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
     state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
-    together = state.propose([4, 5, 6], 4).tolist()
-    assert together == [cold(*texts[row]).propose([4 + row], 4).tolist()[0] for row in range(3)]
+    together = state.propose([4, 5, 6], 4).ids.tolist()
+    assert together == [cold(*texts[row]).propose([4 + row], 4).ids.tolist()[0] for row in range(3)]
 
 
 def test_a_warm_start_rotates_at_absolute_positions() -> None:
@@ -271,9 +271,9 @@ def test_a_warm_start_rotates_at_absolute_positions() -> None:
 def test_two_requests_share_one_drafter() -> None:
     ids, hidden = text(9)
     one, other = cold(ids, hidden), cold(*text(9, seed=8))
-    expected = cold(ids, hidden).propose([3], 3).tolist()
+    expected = cold(ids, hidden).propose([3], 3).ids.tolist()
     other.propose([5], 3)
-    assert one.propose([3], 3).tolist() == expected
+    assert one.propose([3], 3).ids.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -292,7 +292,7 @@ def test_half_precision_drafts_finite_numbers_even_where_tapped_states_exceed_fl
         assert mx.isfinite(fused).all().item()
     assert half.network.modules.fc.weight.dtype == (mx.float32 if dtype == mx.float16 else dtype)
     assert mx.isfinite(half.network.fuse(hidden * 1e4, target())).all().item()
-    assert state.propose([3], 3).dtype == mx.int32
+    assert state.propose([3], 3).ids.dtype == mx.int32
 
 
 def test_it_says_what_it_expected_when_states_and_tokens_do_not_match() -> None:

@@ -72,7 +72,7 @@ def outputs(drafter: Eagle3Drafter, variant: str) -> tuple[mx.array, list[list[i
     states = network.run(mx.array([ids]), network.fuse(tapped, target), network.new_caches(), 0, target)
     state = drafter.open(target)
     state.read_prompt([ids], tapped)
-    return network.logits(states, target), state.propose([7], 4).tolist()
+    return network.logits(states, target), state.propose([7], 4).ids.tolist()
 
 
 def assert_same_outputs(one: Eagle3Drafter, other: Eagle3Drafter, variant: str) -> None:

@@ -84,7 +84,7 @@ def test_the_first_proposal_pairs_the_bonus_with_the_prompts_last_state_however_
         for length in cuts:
             state.read_prompt([ids[begin : begin + length]], tapped[:, begin : begin + length])
             begin += length
-        assert state.propose([11], 1).tolist() == [[expected]]
+        assert state.propose([11], 1).ids.tolist() == [[expected]]
 
 
 def test_a_borrowed_head_is_the_targets_head_and_not_its_embedding(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_proposals_are_the_likeliest_tokens_by_hand(variant: str, tmp_path: Path
         chosen = int(np.argmax(hand.logits(output)))
         expected.append(chosen + offsets[chosen])
         output = hand.step(expected[-1], hand.carry(output))
-    assert state.propose([11], CHAIN).tolist() == [expected]
+    assert state.propose([11], CHAIN).ids.tolist() == [expected]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,7 +115,7 @@ def test_catching_up_equals_a_cold_state_over_the_committed_tokens(variant: str,
         end += 1 + accepted
     cold = drafter.open(target, start=3)
     cold.read_prompt([ids[:end]], tapped[:, :end])
-    assert state.propose([7], 4).tolist() == cold.propose([7], 4).tolist()
+    assert state.propose([7], 4).ids.tolist() == cold.propose([7], 4).ids.tolist()
     for one in (state, cold):
         # What is pending is run with the next token that is read.
         one.read_prompt([[7]], tapped[:, end : end + 1])

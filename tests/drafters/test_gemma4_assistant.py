@@ -162,7 +162,7 @@ def test_a_state_is_a_function_of_the_committed_text() -> None:
             state.propose([3], 4)
             state.abort()
         assert begun == length
-        return state.propose([IDS[length]], 4).tolist()
+        return state.propose([IDS[length]], 4).ids.tolist()
 
     for steps in ((9, 1, 1, 3), (9, 4, 1), (14,), (1,) * 14):
         assert read(14, steps) == read(14, (14,))
@@ -362,7 +362,7 @@ def test_quantized_weights_are_read_as_they_are_stored(tmp_path: Path) -> None:
     settings = config(quantization={"group_size": 32, "bits": 8})
     plain, quantized = load(write(tmp_path / "a")), load(write(tmp_path / "b", settings, packed))
     assert quantized.network.pre_projection.bits == 8
-    assert read_text(quantized, 6).propose([4], 3).tolist() == read_text(plain, 6).propose([4], 3).tolist()
+    assert read_text(quantized, 6).propose([4], 3).ids.tolist() == read_text(plain, 6).propose([4], 3).ids.tolist()
     with pytest.raises(CheckpointError, match=r"pre_projection.scales"):
         load(write(tmp_path / "c", edit=packed))
 
@@ -372,7 +372,7 @@ def test_weights_are_quantized_when_loaded(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"gate_proj"):
         packed = gemma4_assistant.load(folder, target(), quantize={"group_size": 32, "bits": 8})
     assert packed.network.pre_projection.bits == 8
-    assert read_text(packed, 6).propose([4], 3).tolist() == read_text(load(folder), 6).propose([4], 3).tolist()
+    assert read_text(packed, 6).propose([4], 3).ids.tolist() == read_text(load(folder), 6).propose([4], 3).ids.tolist()
 
 
 def test_loading_leaves_the_random_state_alone(tmp_path: Path) -> None:

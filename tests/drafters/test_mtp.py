@@ -65,7 +65,7 @@ def cached(family: str, state: ChainState, pairs: int) -> list[mx.array]:
 
 def assert_same_state(family: str, state: ChainState, ids: list[int], hidden: mx.array) -> None:
     other = cold(family, ids, hidden)
-    assert state.propose([7], 4).tolist() == other.propose([7], 4).tolist()
+    assert state.propose([7], 4).ids.tolist() == other.propose([7], 4).ids.tolist()
     ours, theirs = cached(family, state, len(ids)), cached(family, other, len(ids))
     assert ours
     for left, right in zip(ours, theirs, strict=True):
@@ -220,8 +220,8 @@ def test_rows_of_a_batch_draft_as_they_do_alone(family: str) -> None:
     state = drafter(family).open(target(family))
     state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
     state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
-    together = state.propose([4, 5, 6], 3).tolist()
-    assert together == [cold(family, *texts[row]).propose([4 + row], 3).tolist()[0] for row in range(3)]
+    together = state.propose([4, 5, 6], 3).ids.tolist()
+    assert together == [cold(family, *texts[row]).propose([4 + row], 3).ids.tolist()[0] for row in range(3)]
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "longcat_flash", "step3p5"])
@@ -233,8 +233,8 @@ def test_rows_of_a_batch_catch_up_each_with_its_own_tokens(family: str, stray: i
     state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
     state.propose([(ids[6] + (row == stray)) % VOCAB for row, (ids, _) in enumerate(texts)], 3)
     state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
-    together = state.propose([4, 5, 6], 3).tolist()
-    alone = [cold(family, ids[:9], hidden[:, :9]).propose([4 + row], 3) for row, (ids, hidden) in enumerate(texts)]
+    together = state.propose([4, 5, 6], 3).ids.tolist()
+    alone = [cold(family, ids[:9], hidden[:, :9]).propose([4 + row], 3).ids for row, (ids, hidden) in enumerate(texts)]
     assert together == [proposed.tolist()[0] for proposed in alone]
 
 
@@ -294,7 +294,7 @@ def test_nothing_is_read_on_the_host() -> None:
     drafter(family)
     with count_host_reads() as reads:
         state = cold(family, ids[:6], hidden[:, :6])
-        proposals = state.propose([ids[6]], 4)
+        proposals = state.propose([ids[6]], 4).ids
         state.catch_up([ids[6:9]], hidden[:, 6:9])
         mx.eval(proposals, state.arrays())
     assert reads.count == 0
@@ -345,6 +345,6 @@ def test_two_requests_share_one_drafter() -> None:
     family = "mimo"
     ids, hidden = text(family, 9)
     one, other = cold(family, ids, hidden), cold(family, *text(family, 9, seed=8))
-    expected = cold(family, ids, hidden).propose([3], 3).tolist()
+    expected = cold(family, ids, hidden).propose([3], 3).ids.tolist()
     other.propose([5], 3)
-    assert one.propose([3], 3).tolist() == expected
+    assert one.propose([3], 3).ids.tolist() == expected

@@ -117,7 +117,7 @@ def assert_right(family: str, state: ChainState, ids: list[int], hidden: mx.arra
     """It proposes what follows from the text alone, and its caches are those of a state that read it at once."""
     expected = from_scratch(family, ids, hidden, 7, 4)
     for count in (4, 1, 2):
-        assert state.propose([7], count).tolist() == [expected[:count]]
+        assert state.propose([7], count).ids.tolist() == [expected[:count]]
     other = cold(family, ids, hidden)
     for one in (state, other):
         # What is pending is run with the next token that is read.
@@ -219,7 +219,7 @@ def test_rows_of_a_batch_draft_as_they_do_alone(family: str, stray: int | None) 
     state.read_prompt([ids[:6] for ids, _ in texts], mx.concatenate([hidden[:, :6] for _, hidden in texts]))
     state.propose([(ids[6] + (row == stray)) % VOCAB for row, (ids, _) in enumerate(texts)], 3)
     state.catch_up([ids[6:9] for ids, _ in texts], mx.concatenate([hidden[:, 6:9] for _, hidden in texts]))
-    together = state.propose([4, 5, 6], 3).tolist()
+    together = state.propose([4, 5, 6], 3).ids.tolist()
     assert together == [
         from_scratch(family, ids[:9], hidden[:, :9], 4 + row, 3) for row, (ids, hidden) in enumerate(texts)
     ]
@@ -243,12 +243,12 @@ def test_a_round_is_one_forward_per_layer_and_reads_nothing_on_the_host(
         state = cold(family, ids[:6], hidden[:, :6])
         assert lengths == [5, 4]
         lengths.clear()
-        proposals = state.propose([ids[6]], 2)
+        proposals = state.propose([ids[6]], 2).ids
         # The last committed pair and the bonus's; the second layer has one pair more that hangs on a draft.
         assert lengths == [1, 2]
         state.catch_up([ids[6:9]], hidden[:, 6:9])
         lengths.clear()
-        proposals = state.propose([ids[9]], 4)
+        proposals = state.propose([ids[9]], 4).ids
         assert lengths == [3, 4, 1, 1]
         mx.eval(proposals, state.arrays())
     assert reads.count == 0

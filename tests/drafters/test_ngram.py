@@ -59,35 +59,35 @@ def test_it_proposes_what_a_search_of_the_whole_text_finds(
         rest = rest[cut:]
     state.read_prompt([rest], None)
     expected = looked_up(text, bonus, count, drafter)
-    assert state.propose([bonus], count).tolist() == [expected]
-    assert state.propose([bonus], count).tolist() == [expected]
+    assert state.propose([bonus], count).ids.tolist() == [expected]
+    assert state.propose([bonus], count).ids.tolist() == [expected]
 
 
 def test_the_longest_suffix_wins_over_a_newer_shorter_one() -> None:
     text = [1, 2, 3, 50, 9, 2, 3, 60, 1, 2]
-    assert opened(text).propose([3], 1).tolist() == [[50]]
+    assert opened(text).propose([3], 1).ids.tolist() == [[50]]
 
 
 def test_among_equally_long_suffixes_the_newest_wins() -> None:
-    assert opened([7, 8, 50, 7, 8, 60, 7]).propose([8], 1).tolist() == [[60]]
+    assert opened([7, 8, 50, 7, 8, 60, 7]).propose([8], 1).ids.tolist() == [[60]]
 
 
 def test_a_repeated_pattern_is_continued_past_the_end_of_the_text() -> None:
-    assert opened([5, 6, 7, 5, 6, 7, 5, 6]).propose([7], 7).tolist() == [[5, 6, 7, 5, 6, 7, 5]]
-    assert opened([4, 4, 4]).propose([4], 3).tolist() == [[4, 4, 4]]
+    assert opened([5, 6, 7, 5, 6, 7, 5, 6]).propose([7], 7).ids.tolist() == [[5, 6, 7, 5, 6, 7, 5]]
+    assert opened([4, 4, 4]).propose([4], 3).ids.tolist() == [[4, 4, 4]]
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2, 3, 4, 5]])
 def test_nothing_known_is_no_proposal(text: list[int]) -> None:
-    proposals = opened(text).propose([9], 4)
+    proposals = opened(text).propose([9], 4).ids
     assert proposals.shape == (1, 0)
     assert proposals.dtype == mx.int32
 
 
 def test_an_occurrence_outside_the_window_is_not_found() -> None:
     text = [1, 2, 77, *range(100, 130), 1]
-    assert opened(text, search_tokens=40).propose([2], 1).tolist() == [[77]]
-    assert opened(text, search_tokens=20).propose([2], 1).shape == (1, 0)
+    assert opened(text, search_tokens=40).propose([2], 1).ids.tolist() == [[77]]
+    assert opened(text, search_tokens=20).propose([2], 1).ids.shape == (1, 0)
 
 
 def test_a_long_text_keeps_a_bounded_index() -> None:
@@ -124,7 +124,7 @@ def test_a_round_touches_only_its_own_tokens() -> None:
 def test_rows_with_fewer_proposals_are_filled_with_what_matches_no_token() -> None:
     state = NgramDrafter().open(TARGET)
     state.read_prompt([[1, 2, 3, 1], [4, 5, 6, 7]], None)
-    assert state.propose([2, 8], 2).tolist() == [[3, 1], [-1, -1]]
+    assert state.propose([2, 8], 2).ids.tolist() == [[3, 1], [-1, -1]]
 
 
 def test_it_reads_nothing_from_the_device() -> None:

@@ -44,7 +44,7 @@ def read_plainly(mix: str, caches: list[Any], *blocks: Sequence[int]) -> None:
 
 def run_round(state: StandaloneState, bonus: int, count: int, accepted: int) -> list[int]:
     """Propose and keep this many proposals; the tokens committed."""
-    proposals = state.propose([bonus], count)
+    proposals = state.propose([bonus], count).ids
     mx.eval(proposals, state.arrays())
     kept = [bonus, *proposals[0, :accepted].tolist()]
     state.catch_up([kept], None)
@@ -90,7 +90,7 @@ def test_a_round_of_each_outcome_leaves_what_a_cold_drafter_has(mix: str) -> Non
         text = [*PROMPT, *run_round(state, 11, 4, accepted)]
         cold = open_state(mix)
         cold.read_prompt([text], None)
-        got, want = state.propose([23], 5), cold.propose([23], 5)
+        got, want = state.propose([23], 5).ids, cold.propose([23], 5).ids
         assert got.tolist() == want.tolist(), f"{accepted} accepted"
 
 
@@ -98,12 +98,12 @@ def test_a_round_of_each_outcome_leaves_what_a_cold_drafter_has(mix: str) -> Non
 def test_tokens_that_were_not_proposed_are_run_as_they_are(mix: str) -> None:
     state, cold = open_state(mix), open_state(mix)
     state.read_prompt([list(PROMPT)], None)
-    proposals = state.propose([11], 4)[0].tolist()
+    proposals = state.propose([11], 4).ids[0].tolist()
     other = [11, proposals[0], (proposals[1] + 1) % VOCAB, 7]
     state.catch_up([other], None)
     assert state.pending == 2
     cold.read_prompt([[*PROMPT, *other]], None)
-    assert state.propose([23], 5).tolist() == cold.propose([23], 5).tolist()
+    assert state.propose([23], 5).ids.tolist() == cold.propose([23], 5).ids.tolist()
 
 
 @pytest.mark.parametrize("mix", DRAFTING)
@@ -117,7 +117,7 @@ def test_a_parked_stretch_is_read_before_the_next_proposal(mix: str, parked: int
         state.catch_up([[token]], None)
         assert state.pending <= PENDING_LIMIT
     cold.read_prompt([[*PROMPT, 11, *stretch]], None)
-    assert state.propose([23], 5).tolist() == cold.propose([23], 5).tolist()
+    assert state.propose([23], 5).ids.tolist() == cold.propose([23], 5).ids.tolist()
     run_round(state, 23, 3, 1)
     assert state.pending == 0
 
@@ -128,13 +128,13 @@ def test_proposing_again_and_aborting_change_nothing(mix: str) -> None:
     state.read_prompt([list(PROMPT)], None)
     mx.eval(state.arrays())
     before = independent_copy(state.cache_tree([])["draft"])
-    first = state.propose([11], 4).tolist()
-    assert state.propose([11], 4).tolist() == first
+    first = state.propose([11], 4).ids.tolist()
+    assert state.propose([11], 4).ids.tolist() == first
     state.abort()
     state.abort()
     mx.eval(state.arrays())
     assert_same_cache(state.cache_tree([])["draft"], before)
-    assert state.propose([11], 2).tolist() == [first[0][:2]]
+    assert state.propose([11], 2).ids.tolist() == [first[0][:2]]
 
 
 class Lost:
@@ -151,7 +151,7 @@ def test_a_forward_that_fails_leaves_the_state_as_it_was(
 ) -> None:
     state = open_state(mix)
     state.read_prompt([list(PROMPT)], None)
-    want = state.propose([11], 4).tolist()
+    want = state.propose([11], 4).ids.tolist()
     state.abort()
     kind = type(MIXES[mix].model())
     forward, calls = kind.__call__, iter([0, 1, 2])
@@ -168,21 +168,21 @@ def test_a_forward_that_fails_leaves_the_state_as_it_was(
         state.propose([11], 4)
     assert next(calls, None) is None
     monkeypatch.undo()
-    assert state.propose([11], 4).tolist() == want
+    assert state.propose([11], 4).ids.tolist() == want
 
 
 def test_several_rows_go_together() -> None:
     rows = [list(PROMPT), [token + 1 for token in PROMPT]]
     state = open_state("dense")
     state.read_prompt(rows, None)
-    proposals = state.propose([11, 40], 4)
+    proposals = state.propose([11, 40], 4).ids
     kept = [[11, *proposals[0, :2].tolist()], [40, *proposals[1, :2].tolist()]]
     state.catch_up(kept, None)
-    together = state.propose([23, 9], 4).tolist()
+    together = state.propose([23, 9], 4).ids.tolist()
     for row, bonus in ((0, 23), (1, 9)):
         alone = open_state("dense")
         alone.read_prompt([rows[row] + kept[row]], None)
-        assert alone.propose([bonus], 4).tolist() == [together[row]]
+        assert alone.propose([bonus], 4).ids.tolist() == [together[row]]
 
 
 # What it costs
@@ -224,10 +224,10 @@ def test_a_round_costs_as_many_forwards_as_proposals_and_one_more_where_blocks_c
 def test_a_round_reads_nothing_from_the_device() -> None:
     state = open_state("dense")
     state.read_prompt([list(PROMPT)], None)
-    kept = [11, *state.propose([11], 4)[0, :2].tolist()]
+    kept = [11, *state.propose([11], 4).ids[0, :2].tolist()]
     state.abort()
     with count_host_reads() as reads:
-        mx.eval(state.propose([11], 4))
+        mx.eval(state.propose([11], 4).ids)
         state.catch_up([kept], None)
     assert reads.count == 0
 
@@ -294,7 +294,7 @@ def test_two_requests_share_one_drafter() -> None:
     first, second = drafter.open(target), drafter.open(target)
     first.read_prompt([list(PROMPT)], None)
     second.read_prompt([[3, 1, 4]], None)
-    one, two = first.propose([11], 4), second.propose([11], 4)
+    one, two = first.propose([11], 4).ids, second.propose([11], 4).ids
     assert one.tolist() == open_and_propose(drafter, target, PROMPT)
     assert two.tolist() == open_and_propose(drafter, target, (3, 1, 4))
 
@@ -302,7 +302,7 @@ def test_two_requests_share_one_drafter() -> None:
 def open_and_propose(drafter: StandaloneDrafter, target: Target, prompt: Sequence[int]) -> Any:
     state = drafter.open(target)
     state.read_prompt([list(prompt)], None)
-    return state.propose([11], 4).tolist()
+    return state.propose([11], 4).ids.tolist()
 
 
 def test_text_it_was_not_shown_is_told() -> None:
@@ -366,7 +366,7 @@ def test_ids_that_the_target_lacks_are_never_proposed() -> None:
     proposed = []
     for each in (unbounded, state):
         each.read_prompt([list(PROMPT)], None)
-        proposed.append([token for bonus in range(0, 97, 8) for token in each.propose([bonus], 4)[0].tolist()])
+        proposed.append([token for bonus in range(0, 97, 8) for token in each.propose([bonus], 4).ids[0].tolist()])
     assert max(proposed[0]) >= 97
     assert max(proposed[1]) < 97
     run = stock("dense", "greedy")
@@ -381,7 +381,7 @@ def test_ids_that_the_drafter_lacks_are_read_as_its_last_one() -> None:
     state, last = drafter.open(target), drafter.open(target)
     state.read_prompt([[5, 111, 17]], None)
     last.read_prompt([[5, 103, 17]], None)
-    assert state.propose([108], 4).tolist() == last.propose([103], 4).tolist()
+    assert state.propose([108], 4).ids.tolist() == last.propose([103], 4).ids.tolist()
 
 
 def test_a_random_drafter_of_another_size_costs_no_token() -> None:

@@ -147,7 +147,7 @@ def try_places(
     return tried
 
 
-COMMIT_SETTLE_AND_COUNT_OUT = ("rounds/engine", "cache/transaction")
+COMMIT_SETTLE_AND_COUNT_OUT = ("engine/", "cache/transaction")
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_an_interrupt_at_any_line_of_commit_settle_and_count_out_loses_no_token_
 @EVERY_CHOICE
 @EVERY_MIX
 def test_an_interrupt_in_a_cache_of_any_kind_leaves_it_right_and_unlocked(mix: str, choice: str) -> None:
-    assert try_places(mix, choice, WIDTH, ("cache/", "rounds/engine"), TURN_OF_A_ROUND, step=83) > 3
+    assert try_places(mix, choice, WIDTH, ("cache/", "engine/"), TURN_OF_A_ROUND, step=83) > 3
 
 
 @pytest.mark.deep

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.generate import generate_step
 from tests.host_reads import count_host_reads
@@ -79,10 +80,10 @@ class DrawingState(DrafterState):
     def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
         self._drafter.enter("read_prompt")
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         self._drafter.enter("propose")
         self._drawn.append(mx.random.randint(0, VOCAB, (1, count)))
-        return self._drawn[-1]
+        return Proposal(self._drawn[-1])
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         self._drafter.enter("catch_up")

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_spec import Statistics, VerifiedBlock, verify_forward
 from mlx_spec.errors import InvalidRequest, TransactionError
-from mlx_spec.schedule import MAX_WIDTH
+from mlx_spec.schedule.policy import MAX_WIDTH
 from tests.bits import assert_same_bits, bit_difference
 from tests.double import PATTERNS, double
 from tests.oracle import OracleRun, independent_copy

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters import Drafter, DrafterState, NgramDrafter
 from mlx_spec.drafters.ngram import NgramState
 from mlx_spec.generate import generate_step
@@ -179,13 +180,13 @@ class CheckedState(NgramState):
         self.text.extend(ids[0])
         super().read_prompt(ids, hidden)
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         fresh = NgramState(self.drafter)
         fresh.read_prompt([self.text], None)
-        proposals = super().propose(bonus, count)
-        assert proposals.tolist() == fresh.propose(bonus, count).tolist()
+        proposal = super().propose(bonus, count)
+        assert proposal.ids.tolist() == fresh.propose(bonus, count).ids.tolist()
         self.drafter.rounds += 1
-        return proposals
+        return proposal
 
 
 @pytest.mark.parametrize("searched", [4, 8, 16])

@@ -12,12 +12,12 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from mlx_spec.ops.argmax import GreedyBlock
 from mlx_spec.ops.base import OWN_KERNEL, Rows
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.kernel import metal_text
 from mlx_spec.ops.linear import BATCH_AXIS, DenseLinear, row_exact_gemv
 from mlx_spec.ops.packed import PackedLinear, Packing, row_exact_qmv
+from mlx_spec.ops.walk import GreedyBlock
 from tests.msl import simulator, stock, trials
 from tests.msl.address_spaces import complaints
 from tests.msl.kernel import BACKWARD, KernelError, Run, mlx_include

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_spec.ops.argmax import GreedyBlock, kernel_holds
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import OWN_KERNEL, STOCK
 from mlx_spec.ops.block_attention import BlockAttention
+from mlx_spec.ops.walk import GreedyBlock, kernel_holds
 from mlx_spec.verify.record import record_of
 from mlx_spec.verify.routes import Plan, verifying
 from tests.msl import stock, trials

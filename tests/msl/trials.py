@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_spec.ops import block_attention
-from mlx_spec.ops.argmax import GreedyBlock
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data
 from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
+from mlx_spec.ops.walk import GreedyBlock
 from tests.msl import stock
 from tests.msl.kernel import BACKWARD, FORWARD, HALVES_FIRST, NEIGHBOURS_FIRST, SHUFFLED, Run
 from tests.msl.simulator import running, simulated

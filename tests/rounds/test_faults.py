@@ -14,6 +14,7 @@ from mlx_lm import sample_utils
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.cache.adopt import KVQuantization, Likeness, cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
@@ -396,7 +397,7 @@ def test_fault_in_the_drafters_bookkeeping_costs_no_token(method: str) -> None:
 class InterruptedState(ScriptedState):
     """Stands for the user's Ctrl-C, which must reach the caller though a drafter's own faults do not."""
 
-    def propose(self, bonus: Any, count: int) -> mx.array:
+    def propose(self, bonus: Any, count: int) -> Proposal:
         if self.calls.get("propose", 0) == 2:
             raise KeyboardInterrupt
         return super().propose(bonus, count)

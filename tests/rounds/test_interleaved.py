@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import pytest
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters.base import Drafter, DrafterState
 from mlx_spec.generate import generate_step
 from mlx_spec.stats import Statistics
@@ -73,9 +74,9 @@ class Overheard(RecordingDrafter):
         state, heard = super().open(target, start), []
         propose = state.propose
 
-        def overheard(bonus: Sequence[int], count: int) -> mx.array:
+        def overheard(bonus: Sequence[int], count: int) -> Proposal:
             proposed = propose(bonus, count)
-            heard.append(proposed.tolist())
+            heard.append(proposed.ids.tolist())
             return proposed
 
         state.propose = overheard  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from mlx_spec.drafters.dflash.state import BlockState, Context
 from mlx_spec.drafters.dflash.weights import BlockWeights
 from mlx_spec.errors import IncompatiblePair, InvalidRequest, UnsupportedOption
 from mlx_spec.model.target import Target
-from mlx_spec.schedule import MAX_WIDTH
+from mlx_spec.schedule.policy import MAX_WIDTH
 
 PADDING_LIMIT = 1024
 """Rows by which two embedding tables of one vocabulary may differ: tables are padded, each to its own multiple."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters.base import DrafterState, Rows
 from mlx_spec.model.target import Target
 
@@ -172,7 +173,7 @@ class BlockState(DrafterState):
         if self.pending > PENDING_LIMIT:
             self.flush()
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Draft a block. Repeating the call gives the same proposals.
 
         Args:
@@ -194,7 +195,7 @@ class BlockState(DrafterState):
         self.flush()
         states = drafter.run(bonus, count, self.contexts, self.position, self._target)
         chosen = drafter.heads.choose(states, mx.array(list(bonus), mx.int32), self._target)[:, :count]
-        return self._cut(states[:, :count], bonus, chosen)
+        return Proposal(self._cut(states[:, :count], bonus, chosen))
 
     def abort(self) -> None:
         """Nothing to drop: a proposal leaves nothing behind."""

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.gemma4_text import DecoderLayer, logit_softcap
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.cache.adopt import rows_in_order
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.gemma4_assistant.config import AssistantConfig
@@ -187,7 +188,7 @@ class AssistantState(DrafterState):
         """Keep the last row; see `DrafterState.catch_up`."""
         self.read_prompt(ids, hidden)
 
-    def propose(self, bonus: Sequence[int], count: int) -> mx.array:
+    def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         """Draft a chain on the target's keys.
 
         Args:
@@ -214,7 +215,7 @@ class AssistantState(DrafterState):
             token = mx.argmax(self._network.logits(normed), axis=-1).astype(mx.int32)
             hidden = self._network.carry(normed)
             chosen.append(token)
-        return mx.concatenate(chosen, axis=1)
+        return Proposal(mx.concatenate(chosen, axis=1))
 
     def abort(self) -> None:
         """A proposal leaves nothing behind."""

@@ -1,52 +1,58 @@
-"""All state of one request: its ids, budget, stops, caches and counters. Nothing of it sits on a model."""
+"""All state of one request: its ids, budget, stops, caches, drafter, open round and counters. Nothing of it sits on a
+model or a drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlx_spec.accept.exact import Exact
+from mlx_spec.accept.rule import AcceptanceRule
 from mlx_spec.cache.adopt import KVQuantization
+from mlx_spec.engine.drafting import Drafting, NoDrafting
+from mlx_spec.engine.open_round import OpenRound
+from mlx_spec.engine.prompt import Prompt
 from mlx_spec.sampling import Sampling
+from mlx_spec.schedule.fixed import FixedWidth
+from mlx_spec.schedule.policy import Limits, WidthPolicy
 from mlx_spec.stats import Statistics
+from mlx_spec.verify.routes import Route
 
 Progress = Callable[[int, int], None]
 """(prompt tokens processed, prompt tokens in all)."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What a request reads before its first token.
+class RoundResult(NamedTuple):
+    """What a round came to, one entry for each row that was in it.
 
     Attributes:
-        ids: [n] token ids, in the dtype the caller gave; [0] where there are embeddings alone.
-        host_ids: the same on the host.
-        embeddings: [n, H] what the model reads in place of the embedded ids; None where it embeds them itself.
+        num_accepted: leading proposals that stand.
+        next_tokens: the token after them.
+        next_draft_tokens: [B, n] int32, what is proposed to follow it, lazy; None where nothing is.
     """
 
-    ids: mx.array
-    host_ids: list[int]
-    embeddings: mx.array | None = None
+    num_accepted: list[int]
+    next_tokens: list[int]
+    next_draft_tokens: mx.array | None
 
-    @property
-    def length(self) -> int:
-        """Positions."""
-        return self.ids.size if self.embeddings is None else self.embeddings.shape[0]
 
-    @property
-    def has_ids(self) -> bool:
-        """Whether anybody but the model can know what stands there."""
-        return self.ids.size > 0
+OnRound = Callable[[RoundResult], None]
 
-    def part(self, start: int, end: int) -> tuple[mx.array, mx.array | None]:
-        """Ids [n] or [0], and embeddings [n, H] if there are any, of the positions from start to end."""
-        return self.ids[start:end], None if self.embeddings is None else self.embeddings[start:end]
 
-    def shown_ids(self, start: int, end: int) -> list[int]:
-        """Ids on the host, for a drafter; 0 where nothing is known, so that there is one per position."""
-        return self.host_ids[start:end] if self.has_ids else [0] * (end - start)
+class Routes(Protocol):
+    """Tells how a block of some width may be verified on these caches."""
+
+    def begin(self) -> None:
+        """The run starts: what was answered before holds only if the model has not changed since."""
+
+    def route(self, width: int, caches: list[Any]) -> Route:
+        """The cheapest one that is known to be equal to one-token decode."""
+
+    def demote(self, width: int, caches: list[Any], error: Exception) -> None:
+        """The route for this width failed with this error: answer another one from here on."""
 
 
 def _no_progress(processed: int, total: int) -> None:
@@ -59,24 +65,30 @@ def _never(token: int) -> bool:
 
 
 @dataclass(kw_only=True)
-class Request:
-    """What one run works on and where it stands.
+class Row:
+    """What one request works on and where it stands.
 
     Attributes:
         prompt: at least one position.
         caches: the target's caches, changed in place; the caller's own list when one was given.
         keeps_caches: the caller gave the caches and may continue from them.
         sampling: how logits become tokens.
+        rule: which proposals stand.
+        policy: how wide its rounds are.
+        routes: how its blocks are verified.
+        drafting: who proposes.
         budget: tokens that may still be handed out; None for no limit.
         stops: whether a token ends the text (a stop string completed). Called once per token but EOS, in order.
         eos_token_ids: ids that end the run; the id itself is handed out.
         quantization: when caches are converted.
         prefill_step_size: prompt tokens per forward.
         progress: told after every prompt chunk.
+        on_round: told after every round what it came to; None where nobody asks.
         history: [n] ids the processors have been shown; None when there are no processors.
         position: prompt tokens read and tokens handed out.
         finish_reason: "stop", "length" or None while running.
         vocab_size: width of the logits; 0 before the first forward.
+        open: the round that would have to be settled if the run ended now.
     """
 
     prompt: Prompt
@@ -85,15 +97,21 @@ class Request:
     sampling: Sampling
     statistics: Statistics
     quantization: KVQuantization
+    routes: Routes
+    rule: AcceptanceRule = field(default_factory=Exact)
+    policy: WidthPolicy = field(default_factory=lambda: FixedWidth(1, "plain decoding"))
+    drafting: Drafting = field(default_factory=NoDrafting)
     budget: int | None = None
     stops: Callable[[int], bool] = _never
     eos_token_ids: frozenset[int] = frozenset()
     prefill_step_size: int = 2048
     progress: Progress = _no_progress
+    on_round: OnRound | None = None
     history: mx.array | None = field(default=None, init=False)
     position: int = field(default=0, init=False)
     finish_reason: str | None = field(default=None, init=False)
     vocab_size: int = field(default=0, init=False)
+    open: OpenRound | None = field(default=None, init=False)
 
     def show(self, ids: mx.array) -> None:
         """Add ids to what the processors will be shown.
@@ -114,6 +132,17 @@ class Request:
         elif self.budget == 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def next_width(self, ahead: int = 0) -> int:
+        """Width of the next round, asked of the policy.
+
+        Args:
+            ahead: tokens that are under way and not yet taken off the budget.
+        """
+        if not self.drafting.proposes:
+            return 1
+        budget = None if self.budget is None else self.budget - ahead
+        return self.policy.next(Limits(budget, self.quantization.room(self.caches)))
 
     def convert_caches(self) -> bool:
         """Quantize every cache that is due, where the one-token loop does. Returns whether any was."""

@@ -1,29 +1,87 @@
-"""The round loop of a request with a drafter."""
+"""The drafter's side of a row: who proposes, and what it is shown."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_spec.accept.proposal import Proposal
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
+from mlx_spec.engine.prompt import Prompt
 from mlx_spec.model.target import Target
-from mlx_spec.request import Prompt
-from mlx_spec.rounds.base import RoundLoop
-from mlx_spec.rounds.plain import PlainLoop
 from mlx_spec.sampling import OwnDraws
 from mlx_spec.stats import Statistics
 
+_MOST_UNSHOWN = 64
+"""Tokens that are kept from a drafter while nobody asks it: they are read in one forward, and their states are held."""
 
-def open_loop(
+
+class Drafting(abc.ABC):
+    """The drafter's side of one row.
+
+    Attributes:
+        name: what the statistics call it.
+        taps: 0-based target layers whose outputs it wants, ascending.
+        proposes: whether it may be asked; once it is False it stays so.
+    """
+
+    name: str
+    taps: tuple[int, ...] = ()
+    proposes: bool = True
+
+    def look_at(self, caches: Sequence[Any]) -> None:
+        """See `DrafterState.look_at`."""
+        del caches
+
+    @abc.abstractmethod
+    def read_prompt(self, ids: list[int], hidden: mx.array | None) -> None:
+        """See `DrafterState.read_prompt`; one row's."""
+
+    @abc.abstractmethod
+    def propose(self, bonus: int, count: int) -> Proposal | None:
+        """1 <= n <= count proposals, or None for a plain step."""
+
+    @abc.abstractmethod
+    def show(self, ids: list[int], hidden: mx.array | None) -> None:
+        """What was kept of a round: [n] ids, [1, n, K*H] their hidden states. The drafter may be shown it later."""
+
+    @abc.abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """The drafter's arrays, for evaluation."""
+
+
+class NoDrafting(Drafting):
+    """Nobody proposes."""
+
+    name = "plain"
+    proposes = False
+
+    def read_prompt(self, ids: list[int], hidden: mx.array | None) -> None:
+        del ids, hidden
+
+    def propose(self, bonus: int, count: int) -> Proposal | None:
+        del bonus, count
+        return None
+
+    def show(self, ids: list[int], hidden: mx.array | None) -> None:
+        del ids, hidden
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+
+def open_drafting(
     drafter: Drafter | None,
     target: Target,
     prompt: Prompt,
     start: int | None,
     statistics: Statistics,
     draws: OwnDraws,
-) -> RoundLoop:
+) -> Drafting:
     """Make the drafter's side of one request. What the drafter will not see of the text is told.
 
     Args:
@@ -39,7 +97,7 @@ def open_loop(
         IncompatiblePair: the drafter cannot serve this target.
     """
     if drafter is None:
-        return PlainLoop()
+        return NoDrafting()
     draws.lend(drafter.check, target)
     target.attach_taps(drafter.taps)
     if start != 0 and (drafter.taps or drafter.remembers) and not drafter.reads_caches:
@@ -47,7 +105,7 @@ def open_loop(
         uncounted = "; how much it is, caches of this kind do not count" if start is None else ""
         statistics.note(f"the drafter has not seen the {missed} already in the cache{uncounted}")
     unseen = _unseen(drafter, prompt, statistics)
-    return DraftedLoop(drafter, draws.lend(drafter.open, target, (start or 0) + unseen), statistics, draws, unseen)
+    return Drafted(drafter, draws.lend(drafter.open, target, (start or 0) + unseen), statistics, draws, unseen)
 
 
 def _unseen(drafter: Drafter, prompt: Prompt, statistics: Statistics) -> int:
@@ -66,8 +124,8 @@ def _unseen(drafter: Drafter, prompt: Prompt, statistics: Statistics) -> int:
     return unseen
 
 
-class DraftedLoop(RoundLoop):
-    """A loop with a drafter, of whatever kind.
+class Drafted(Drafting):
+    """A drafter, of whatever kind.
 
     What the drafter does wrong costs proposals and is told; it never costs a token, nor moves the random state of
     the thread: every call into it goes through `draws.lend`.
@@ -82,8 +140,8 @@ class DraftedLoop(RoundLoop):
         self._state = state
         self._statistics = statistics
         self._draws = draws
-        self._able = True
         self._unseen = unseen
+        self._unshown: tuple[list[int], list[mx.array]] = [], []
 
     def look_at(self, caches: Sequence[Any]) -> None:
         try:
@@ -91,51 +149,65 @@ class DraftedLoop(RoundLoop):
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
 
-    def read_prompt(self, ids: Rows, hidden: mx.array | None) -> None:
-        skipped = min(self._unseen, len(ids[0]))
+    def read_prompt(self, ids: list[int], hidden: mx.array | None) -> None:
+        skipped = min(self._unseen, len(ids))
         if skipped:
             self._unseen -= skipped
-            ids = [row[skipped:] for row in ids]
+            ids = ids[skipped:]
             hidden = None if hidden is None else hidden[:, skipped:]
-        if ids[0]:
+        if ids:
             self._follow(self._state.read_prompt, ids, hidden)
 
-    def catch_up(self, ids: Rows, hidden: mx.array | None) -> bool:
-        self._follow(self._state.catch_up, ids, hidden)
-        return self._able
+    def show(self, ids: list[int], hidden: mx.array | None) -> None:
+        unshown, states = self._unshown
+        unshown.extend(ids)
+        if hidden is not None:
+            states.append(hidden)
+        if len(unshown) >= _MOST_UNSHOWN:
+            self._catch_up()
 
-    def propose(self, bonus: int, count: int) -> mx.array | None:
-        if not self._able:
+    def _catch_up(self) -> None:
+        ids, states = self._unshown
+        if ids:
+            self._unshown = [], []
+            hidden = mx.concatenate(states, axis=1) if len(states) > 1 else next(iter(states), None)
+            self._follow(self._state.catch_up, ids, hidden)
+
+    def propose(self, bonus: int, count: int) -> Proposal | None:
+        self._catch_up()
+        if not self.proposes:
             return None
         try:
-            proposals = self._draws.lend(self._state.propose, [bonus], count)
-            self._check(proposals, count)
+            proposal = self._draws.lend(self._state.propose, [bonus], count)
+            self._check(proposal, count)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._statistics.drafter_failed(error, "its round went on without proposals")
             self._abort()
             return None
-        return proposals.astype(mx.int32) if proposals.shape[1] else None
+        if proposal.ids.dtype != mx.int32:
+            proposal = replace(proposal, ids=proposal.ids.astype(mx.int32))
+        return proposal if proposal.count else None
 
     def arrays(self) -> list[mx.array]:
         try:
-            held = self._draws.lend(self._state.arrays) if self._able else []
+            held = self._draws.lend(self._state.arrays) if self.proposes else []
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             return []
-        return [*held, self._draws.key] if self._able else []
+        return [*held, *self._unshown[1], self._draws.key] if self.proposes else []
 
-    def _follow(self, read: Callable[[Rows, Any], None], ids: Rows, hidden: mx.array | None) -> None:
+    def _follow(self, read: Callable[[Rows, Any], None], ids: list[int], hidden: mx.array | None) -> None:
         """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
-        if not self._able:
+        if not self.proposes:
             return
         try:
-            self._draws.lend(read, ids, hidden)
+            self._draws.lend(read, [ids], hidden)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             self._abort()
 
     def _give_up(self, error: Exception) -> None:
-        self._able = False
+        self.proposes = False
         self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
 
     def _abort(self) -> None:
@@ -144,13 +216,14 @@ class DraftedLoop(RoundLoop):
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
 
-    def _check(self, proposals: mx.array, count: int) -> None:
+    def _check(self, proposal: Proposal, count: int) -> None:
         fewer = self._drafter.may_propose_fewer
         wanted = f"[1, 0..{count}]" if fewer else f"[1, {count}]"
-        if not isinstance(proposals, mx.array) or proposals.ndim != 2 or proposals.shape[0] != 1:
-            got = getattr(proposals, "shape", type(proposals).__name__)
-            raise ValueError(f"proposals must be an integer array of shape {wanted}, got {got}")
-        if not (proposals.shape[1] == count or (fewer and proposals.shape[1] < count)):
-            raise ValueError(f"proposals must have shape {wanted}, got {proposals.shape}")
-        if not mx.issubdtype(proposals.dtype, mx.integer):
-            raise ValueError(f"proposals must be integers, got {proposals.dtype}")
+        ids = proposal.ids if isinstance(proposal, Proposal) else None
+        if not isinstance(ids, mx.array) or ids.ndim != 2 or ids.shape[0] != 1:
+            got = type(proposal).__name__ if ids is None else getattr(ids, "shape", type(ids).__name__)
+            raise ValueError(f"a Proposal with an integer array of shape {wanted} is wanted, got {got}")
+        if not (ids.shape[1] == count or (fewer and ids.shape[1] < count)):
+            raise ValueError(f"proposals must have shape {wanted}, got {ids.shape}")
+        if not mx.issubdtype(ids.dtype, mx.integer):
+            raise ValueError(f"proposals must be integers, got {ids.dtype}")
