@@ -17,15 +17,8 @@ from mlx_lm.generate import GenerationResponse as _GenerationResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_spec.cache.adopt import (
-    KVQuantization,
-    is_limited,
-    is_shared_class,
-    leaves,
-    new_caches,
-    rows_held,
-    tokens_read,
-)
+from mlx_spec.cache.adopt import KVQuantization, is_limited, is_shared_class, leaves, new_caches
+from mlx_spec.cache.contents import rows_held, tokens_read
 from mlx_spec.config import SpeculativeConfig
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.drafters.ngram import NgramDrafter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STAGES = ("merge", "verify", "mask", "accept", "shift", "propose", "pack")
 """merge: bonus and proposals into one block; verify: building and dispatching the target's forward;
@@ -10,8 +10,7 @@ mask: processors and sampling; accept: waiting for the round's host read and wal
 shift: the drafter reads what was kept; propose: the drafter's next block; pack: committing the caches."""
 
 
-@dataclass(frozen=True)
-class RoundRecord:
+class RoundRecord(NamedTuple):
     """One finished round.
 
     Attributes:

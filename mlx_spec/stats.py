@@ -92,8 +92,10 @@ class Statistics:
         """Add one finished round, unless it is the latest already. An interrupt finds all of it counted or nothing."""
         if record is self.last_round:
             return
-        proposed = _one_more(self.proposed_by_depth, record.proposed, record.proposed)
-        accepted = _one_more(self.accepted_by_depth, record.accepted, record.proposed)
+        proposed, accepted = self.proposed_by_depth, self.accepted_by_depth
+        if record.proposed:
+            proposed = _one_more(proposed, record.proposed, record.proposed)
+            accepted = _one_more(accepted, record.accepted, record.proposed)
         stage_ms, peak_memory_bytes = dict(self.stage_ms), mx.get_peak_memory()
         for stage, spent_ms in record.stage_ms.items():
             stage_ms[stage] += spent_ms

@@ -165,7 +165,7 @@ class BlockWalk(Walk):
             walked = self._likeliest(rule, proposal)
         else:
             scored = self._chosen(sampling)
-            self._logprobs = scored.logprobs
+            self._rows = _cut(scored.logprobs)
             walked = rule.walk(proposal, scored)
         self._tokens = walked[0]
         # Keys are compared with nothing: their bits travel as they are.
@@ -173,13 +173,14 @@ class BlockWalk(Walk):
         self.packed = mx.concatenate([self._tokens, *keys]) if keys else self._tokens
 
     def _likeliest(self, rule: AcceptanceRule, proposal: Proposal) -> mx.array:
-        self._logprobs, sums = normalized(self._block.logits)
+        logprobs, sums = normalized(self._block.logits)
         walked = rule.walk_logits(proposal, self._block.logits, sums)
         if walked is not None:
-            # The log-probabilities were not needed so far; those of positions that are not reached never will be.
+            # Log-probabilities of positions that are not reached are never made.
             self._sums = sums
             return walked
-        return rule.walk(proposal, Scored(mx.argmax(self._logprobs, axis=-1), self._logprobs, sums))
+        self._rows = _cut(logprobs)
+        return rule.walk(proposal, Scored(mx.argmax(logprobs, axis=-1), logprobs, sums))
 
     def _chosen(self, sampling: Sampling) -> Scored:
         block, choices = self._block, []
@@ -202,14 +203,12 @@ class BlockWalk(Walk):
         return Scored(mx.concatenate(choices)[None], every, faults)
 
     def receive(self, read: list[int]) -> None:
-        """See `Walk.receive`. Log-probabilities of positions that are not reached are not cut out of the block."""
+        """See `Walk.receive`. Log-probabilities that nothing needed so far are made for the positions reached."""
         self._read, self._accepted = read, read[0]
-        if self._sums is None:
-            self._rows = [self._logprobs[0, index] for index in range(read[0] + 1)]
-        else:
+        if self._sums is not None:
             logits, sums = self._block.logits, self._sums
             self._rows = [logits[0, index] - sums[0, index] for index in range(read[0] + 1)]
-        mx.async_eval(*self._rows)
+            mx.async_eval(*self._rows)
 
     def take(self, index: int) -> Token:
         width, read = self._block.width, self._read
@@ -219,7 +218,7 @@ class BlockWalk(Walk):
 
     def pending(self) -> list[mx.array]:
         assert self.packed is not None
-        return [self.packed, self._logprobs if self._sums is None else self._sums]
+        return [self.packed, *self._rows] if self._sums is None else [self.packed, self._sums]
 
     def array(self, index: int) -> mx.array:
         at = 1 + self._block.width + index
@@ -280,6 +279,12 @@ class SequentialWalk(Walk):
 
     def _choose_next(self) -> None:
         self._choices.append(self._block.choose(self._sampling, len(self._choices)))
+
+
+def _cut(block: mx.array) -> list[mx.array]:
+    """[1, W, V] -> W times [V], by one op."""
+    width = block.shape[1]
+    return list(mx.split(block.reshape(-1), width)) if width > 1 else [block.reshape(-1)]
 
 
 def open_walk(rule: AcceptanceRule, sampling: Sampling, block: Block) -> Walk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from mlx_spec.cache.alone import AloneByLength, AloneByState
+from mlx_spec.cache.alone import AloneByLength, AlonePacked
 from mlx_spec.cache.append import AppendJournal, BatchAppendJournal, ConcatenateJournal, PackedJournal
 from mlx_spec.cache.base import AskedMask, Drive, Forward, Journal, drive_by, make_nest
 from mlx_spec.cache.batch_ring import BatchRingJournal
@@ -50,7 +50,9 @@ _KEPT_IN_PART: _Kinds = {
 }
 """Exact classes only: a subclass may keep more state than its parent, so it is stepped through."""
 
-_UNDONE_ALONE: _Kinds = {KVCache: AloneByLength, QuantizedKVCache: AloneByLength, ArraysCache: AloneByState}
+_CUT_ALONE: _Kinds = {KVCache: AloneByLength, QuantizedKVCache: AlonePacked}
+_STEP_ALONE = frozenset({*_CUT_ALONE, ArraysCache})
+_SHARED = frozenset(_KEPT_IN_PART)
 _KEPT_IN_ROWS = frozenset(_KEPT_IN_PART) - {ArraysCache}
 """Attention reads every row of these that a forward writes, so whoever waits for the logits waits for the rows."""
 
@@ -74,6 +76,9 @@ def is_limited(caches: Sequence[Any], max_kv_size: int) -> bool:
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
     """The caches that hold state, with nesting undone, each once."""
+    if _SHARED.issuperset(map(type, caches)) and len(set(map(id, caches))) == len(caches):
+        yield from caches
+        return
     seen: set[int] = set()
     pending = list(reversed(caches))
     while pending:
@@ -99,8 +104,8 @@ def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Driv
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    if drive is Drive.ALONE and width == 1 and all(type(cache) in _UNDONE_ALONE for cache in members):
-        return list(caches), [_UNDONE_ALONE[type(cache)](cache, 1) for cache in members]
+    if drive is Drive.BLOCK and _CUT_ALONE.keys() >= set(map(type, members)):
+        return list(caches), [_CUT_ALONE[type(cache)](cache, width) for cache in members]
     kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
     journals: dict[int, Journal] = {}
     masks: dict[int, AskedMask] = {}
@@ -141,6 +146,11 @@ def is_shared_class(cache: Any) -> bool:
     return type(cache) in _KEPT_IN_PART
 
 
+def steps_alone(caches: Sequence[Any]) -> bool:
+    """Whether what one token does to each of these can be undone by what is noted before it."""
+    return _STEP_ALONE.issuperset(map(type, caches))
+
+
 def holds_states(cache: Any) -> bool:
     """Whether it holds states of fixed size, and no rows."""
     return isinstance(cache, ArraysCache)
@@ -168,36 +178,6 @@ def tokens_held(caches: Sequence[Any]) -> int:
 
 _COUNTER: dict[type[Any], str] = {BatchKVCache: "_idx", BatchRotatingKVCache: "_offset"}
 """The number that counts, where `offset` holds one for each row."""
-
-
-def tokens_read(caches: Sequence[Any]) -> int | None:
-    """Tokens of text the caches have read so far, of the row that has read most; None when they do not tell.
-
-    Cost:
-        A host read where they are those of a batch.
-    """
-    counts = [getattr(cache, "offset", None) for cache in leaves(caches)]
-    by_row = (int(mx.max(count)) for count in counts if isinstance(count, mx.array))
-    longest = max(chain(by_row, (count for count in counts if isinstance(count, int))), default=0)
-    return None if longest <= 0 and rows_held(caches) is not None else max(0, longest)
-
-
-def rows_held(caches: Sequence[Any]) -> int | None:
-    """B, rows that a model's caches hold; None where none holds anything that tells."""
-    shapes = map(_first_shape, leaves(caches))
-    return next((shape[0] for shape in shapes if shape is not None), None)
-
-
-def _first_shape(cache: Any) -> tuple[int, ...] | None:
-    """Shape of the first array a cache holds; its first axis is the batch."""
-    pending = list(cache.__dict__.values())
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, mx.array) and value.ndim > 1:
-            return tuple(value.shape)
-        if isinstance(value, list | tuple):
-            pending.extend(value)
-    return None
 
 
 def quantized_entry(caches: Sequence[Any]) -> tuple[int, int] | None:
@@ -443,18 +423,20 @@ def visible_arrays(caches: Sequence[Any]) -> list[mx.array]:
     return arrays
 
 
-def cache_arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """Every array in the caches' state, for evaluation."""
-    return [array for cache in leaves(caches) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
-
-
 def state_arrays(caches: Sequence[Any]) -> list[mx.array]:
     """What a forward leaves in the caches that its logits may not depend on: recurrent states, unknown classes.
 
     The caches' own array objects. A slice of one would be a second handle on its buffer.
     """
-    fields = [vars(cache) for cache in leaves(caches) if type(cache) not in _KEPT_IN_ROWS]
-    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)] if fields else []
+    if _KEPT_IN_ROWS.issuperset(map(type, caches)):
+        return []
+    return buffers([cache for cache in leaves(caches) if type(cache) not in _KEPT_IN_ROWS])
+
+
+def buffers(caches: Sequence[Any]) -> list[mx.array]:
+    """Every array the caches hold, as they hold it, for evaluation: no handle is made of a buffer."""
+    fields = [vars(cache) for cache in leaves(caches)]
+    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)]
 
 
 def rows_in_order(cache: Any) -> tuple[mx.array, mx.array]:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from operator import is_not
 from typing import Any
 
-from mlx_spec.cache.alone import even_out
+import mlx.core as mx
+
 from mlx_spec.cache.base import (
     Apply,
     AskedMask,
@@ -131,6 +132,13 @@ class AppendJournal(RowsJournal):
         if noted is not None and (noted[0] is not cache.keys or noted[1] is not cache.values):
             return True
         return bool(getattr(cache, self.counter) != self._base + self._appended)
+
+
+def even_out(cache: Any) -> None:
+    """A write that was interrupted may have grown the keys and not the values; both have all old rows."""
+    if isinstance(cache.keys, mx.array) and cache.keys.shape[2] != cache.values.shape[2]:
+        rows = min(cache.keys.shape[2], cache.values.shape[2])
+        cache.keys, cache.values = cache.keys[..., :rows, :], cache.values[..., :rows, :]
 
 
 class PackedJournal(AppendJournal):

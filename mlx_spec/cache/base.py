@@ -18,16 +18,14 @@ from mlx_spec.errors import CacheChanged, TransactionError
 class Drive(enum.Enum):
     """How the token mixers take the tokens of a round.
 
-    ALONE: one token, as the model hands it over, on the caller's own caches where what one token does to them can be
-        undone; elsewhere as BLOCK.
     WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
-    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
+    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape. Where all
+        caches are cut by their length, the model is handed the caches themselves.
     QUERIES: as BLOCK for the caches; the mixers that take the block whole update states by position, and attend by
         position or by what was found equal to that.
     POSITIONS: every mixer goes position by position, as in one-token decode.
     """
 
-    ALONE = "alone"
     WHOLE = "whole"
     BLOCK = "block"
     QUERIES = "attention by position"

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import adopt, cache_arrays, leaves, rows_held
+from mlx_spec.cache.adopt import adopt, leaves
 from mlx_spec.cache.base import Apply, Drive, Journal, drive_by, is_leaf, too_few
+from mlx_spec.cache.contents import cache_arrays, rows_held
 from mlx_spec.errors import TransactionError
 
 _open_rounds: dict[int, weakref.ref[SpeculativeCacheTransaction]] = {}

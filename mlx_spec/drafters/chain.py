@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.accept.proposal import Proposal
-from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.adopt import buffers
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import DrafterState, Rows
@@ -240,7 +240,7 @@ class ChainState(DrafterState):
 
     def arrays(self) -> list[mx.array]:
         """The caches' buffers and the pending rows."""
-        return [array for depth in self._depths for array in (*cache_arrays(depth.caches), *depth.rows)]
+        return [array for depth in self._depths for array in (*buffers(depth.caches), *depth.rows)]
 
     def cache_tree(self, target_caches: Sequence[Any]) -> dict[str, list[Any]]:
         """The caches of both sides of one request, for whoever counts or keeps them.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 
 from mlx_spec.accept.proposal import Proposal
 from mlx_spec.arguments import require
-from mlx_spec.cache.adopt import cache_arrays, needs_mixers, new_caches
+from mlx_spec.cache.adopt import buffers, needs_mixers, new_caches
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
@@ -172,10 +171,14 @@ class _Scratch(NamedTuple):
     def agreeing(self, ids: Rows) -> int:
         """How many of these tokens, [B][n], are the ones that were run, in every row."""
         # Nothing is waited for: the host has read what the target made of these proposals.
-        run = np.concatenate([np.array(self.bonus)[:, None], np.array(self.proposals)[:, :-1]], axis=1)
-        given = np.array(ids)[:, : run.shape[1]]
-        equal = (given == run[:, : given.shape[1]]).all(axis=0)
-        return int(np.cumprod(equal).sum())
+        proposed: list[list[int]] = self.proposals.tolist()  # type: ignore[assignment]
+        run = [[bonus, *row[:-1]] for bonus, row in zip(self.bonus, proposed, strict=True)]
+        count = 0
+        for told, own in zip(zip(*ids, strict=True), zip(*run, strict=True), strict=False):
+            if told != own:
+                break
+            count += 1
+        return count
 
 
 class StandaloneState(DrafterState):
@@ -285,7 +288,7 @@ class StandaloneState(DrafterState):
 
     def arrays(self) -> list[mx.array]:
         """The caches' arrays."""
-        return cache_arrays(self._caches)
+        return buffers(self._caches)
 
     def cache_tree(self, target_caches: Sequence[Any]) -> dict[str, list[Any]]:
         """The caches of both sides of one request, for whoever counts or keeps them.

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_spec.accept.proposal import Proposal
-from mlx_spec.drafters.base import Drafter, DrafterState, Rows
+from mlx_spec.drafters.base import Drafter, DrafterState
 from mlx_spec.engine.prompt import Prompt
 from mlx_spec.model.target import Target
 from mlx_spec.sampling import OwnDraws
@@ -141,13 +141,11 @@ class Drafted(Drafting):
         self._statistics = statistics
         self._draws = draws
         self._unseen = unseen
+        self._held: list[mx.array] = []
         self._unshown: tuple[list[int], list[mx.array]] = [], []
 
     def look_at(self, caches: Sequence[Any]) -> None:
-        try:
-            self._draws.lend(self._state.look_at, caches)
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
+        self._draws.lend(self._follow, self._state.look_at, caches)
 
     def read_prompt(self, ids: list[int], hidden: mx.array | None) -> None:
         skipped = min(self._unseen, len(ids))
@@ -156,7 +154,7 @@ class Drafted(Drafting):
             ids = ids[skipped:]
             hidden = None if hidden is None else hidden[:, skipped:]
         if ids:
-            self._follow(self._state.read_prompt, ids, hidden)
+            self._draws.lend(self._follow, self._state.read_prompt, [ids], hidden)
 
     def show(self, ids: list[int], hidden: mx.array | None) -> None:
         unshown, states = self._unshown
@@ -164,57 +162,67 @@ class Drafted(Drafting):
         if hidden is not None:
             states.append(hidden)
         if len(unshown) >= _MOST_UNSHOWN:
-            self._catch_up()
+            self._draws.lend(self._catch_up)
+
+    def propose(self, bonus: int, count: int) -> Proposal | None:
+        return self._draws.lend(self._propose, bonus, count)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self._held, *self._unshown[1], self._draws.key] if self.proposes else []
+
+    # Called while the random state is the drafter's; none of these borrows it again.
+
+    def _propose(self, bonus: int, count: int) -> Proposal | None:
+        self._catch_up()
+        if not self.proposes:
+            return None
+        try:
+            proposal = self._state.propose([bonus], count)
+            self._check(proposal, count)
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._statistics.drafter_failed(error, "its round went on without proposals")
+            self._abort()
+            return None
+        self._look()
+        if proposal.ids.dtype != mx.int32:
+            proposal = replace(proposal, ids=proposal.ids.astype(mx.int32))
+        return proposal if proposal.count else None
 
     def _catch_up(self) -> None:
         ids, states = self._unshown
         if ids:
             self._unshown = [], []
             hidden = mx.concatenate(states, axis=1) if len(states) > 1 else next(iter(states), None)
-            self._follow(self._state.catch_up, ids, hidden)
+            self._follow(self._state.catch_up, [ids], hidden)
 
-    def propose(self, bonus: int, count: int) -> Proposal | None:
-        self._catch_up()
-        if not self.proposes:
-            return None
-        try:
-            proposal = self._draws.lend(self._state.propose, [bonus], count)
-            self._check(proposal, count)
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._statistics.drafter_failed(error, "its round went on without proposals")
-            self._abort()
-            return None
-        if proposal.ids.dtype != mx.int32:
-            proposal = replace(proposal, ids=proposal.ids.astype(mx.int32))
-        return proposal if proposal.count else None
-
-    def arrays(self) -> list[mx.array]:
-        try:
-            held = self._draws.lend(self._state.arrays) if self.proposes else []
-        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
-            self._give_up(error)
-            return []
-        return [*held, *self._unshown[1], self._draws.key] if self.proposes else []
-
-    def _follow(self, read: Callable[[Rows, Any], None], ids: list[int], hidden: mx.array | None) -> None:
-        """Show the drafter tokens. One that missed some cannot be trusted with the rest of the request."""
+    def _follow(self, read: Callable[..., None], *shown: Any) -> None:
+        """Show the drafter something. One that missed some cannot be trusted with the rest of the request."""
         if not self.proposes:
             return
         try:
-            self._draws.lend(read, [ids], hidden)
+            read(*shown)
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             self._abort()
+        self._look()
 
-    def _give_up(self, error: Exception) -> None:
-        self.proposes = False
-        self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
+    def _look(self) -> None:
+        """What the state holds may be other arrays now."""
+        try:
+            self._held = self._state.arrays() if self.proposes else []
+        except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
+            self._give_up(error)
 
     def _abort(self) -> None:
         try:
-            self._draws.lend(self._state.abort)
+            self._state.abort()
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
+        self._look()
+
+    def _give_up(self, error: Exception) -> None:
+        self.proposes, self._held = False, []
+        self._statistics.drafter_failed(error, "the rest of the text was decoded plainly")
 
     def _check(self, proposal: Proposal, count: int) -> None:
         fewer = self._drafter.may_propose_fewer

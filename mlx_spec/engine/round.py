@@ -11,8 +11,10 @@ import mlx.core as mx
 
 from mlx_spec.accept.proposal import Proposal
 from mlx_spec.accept.walks import Block, Token, open_walk
-from mlx_spec.cache.adopt import cache_arrays, state_arrays
+from mlx_spec.cache.adopt import state_arrays, steps_alone
 from mlx_spec.cache.base import Drive
+from mlx_spec.cache.contents import cache_arrays
+from mlx_spec.cache.one_token import OneToken
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.engine.drafting import NoDrafting
 from mlx_spec.engine.open_round import First, HostRead, OpenRound
@@ -22,7 +24,7 @@ from mlx_spec.model.target import DRAWS, Target, TargetOutput
 from mlx_spec.records import STAGES, RoundRecord
 from mlx_spec.sampling import random_key, rewind_random_state
 from mlx_spec.verify.block import verify
-from mlx_spec.verify.routes import ALONE, Route
+from mlx_spec.verify.routes import BLOCK, Route
 
 _NO_TIME = dict.fromkeys(STAGES, 0.0)
 
@@ -183,17 +185,18 @@ class Engine:
 
     def take(self, row: Row, current: OpenRound) -> tuple[Token, bool]:
         """The next token of a row's round, and whether its run ends with it. The first waits for the device."""
-        began, walk, index = time.perf_counter(), current.choices, len(current.ids) - 1
+        walk, index = current.choices, len(current.ids) - 1
         if index and walk.packed is not None:
             token = walk.take(index)
         else:
+            began = time.perf_counter()
             with mx.stream(self.stream):
                 if current.read is not None:
                     current.read.make()
                 token = walk.take(index)
+            current.stage_ms["accept"] += (time.perf_counter() - began) * 1e3
         if current.cut:
             token = token._replace(accepted=False)
-        current.stage_ms["accept"] += (time.perf_counter() - began) * 1e3
         return token, row.receive(token.id)
 
     # From one round to the next
@@ -285,7 +288,7 @@ class Engine:
             current.tx.release()
         else:
             _close(row, current)
-        if row.prompt.has_ids or not current.reads_prompt:
+        if row.sampling.processors and (row.prompt.has_ids or not current.reads_prompt):
             row.show(current.inputs[0, : current.out])
 
     @staticmethod
@@ -374,12 +377,15 @@ def _batched(embeddings: mx.array | None) -> mx.array | None:
 
 def _merged(bonus: mx.array, proposals: mx.array, vocab_size: int) -> mx.array:
     """[1, W] the verify inputs. Ids outside the vocabulary are clamped: the model must be able to embed them."""
-    clamped = mx.clip(proposals, 0, vocab_size - 1)
-    return mx.concatenate([bonus.astype(mx.uint32), clamped.astype(mx.uint32)], axis=1)
+    # What is below 0 is above every id as a number without a sign.
+    clamped = mx.minimum(proposals.astype(mx.uint32), vocab_size - 1)
+    return mx.concatenate([bonus.astype(mx.uint32), clamped], axis=1)
 
 
 def _transaction(row: Row, width: int) -> tuple[SpeculativeCacheTransaction, Route]:
-    route = ALONE if width == 1 else row.routes.route(width, row.caches)
+    if width == 1 and steps_alone(row.caches):
+        return OneToken(row.caches), BLOCK
+    route = BLOCK if width == 1 else row.routes.route(width, row.caches)
     return SpeculativeCacheTransaction(row.caches, width, drive=route.drive, opened=False), route
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.model.target import Target, TargetOutput
 from mlx_spec.verify.routes import BLOCK, Route, verifying
@@ -34,8 +34,11 @@ def verify(
     """
     if route.stepped:
         return step_through(target, tokens, tx, taps)
-    with verifying(route.plan):
+    if route.plan is None:
         output = target.forward(tokens, tx.caches, taps)
+    else:
+        with verifying(route.plan):
+            output = target.forward(tokens, tx.caches, taps)
     tx.mark(tokens.shape[1])
     return output
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.cache.adopt import cache_arrays, new_caches, rows_held
+from mlx_spec.cache.adopt import new_caches
+from mlx_spec.cache.contents import cache_arrays, rows_held
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, InvalidRequest
 from mlx_spec.model.target import DRAWS, Target, TargetOutput

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -96,7 +96,7 @@ class Route:
     plan: Plan | None = None
     stepped: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As statistics and reports call it."""
         if self.stepped:
@@ -106,7 +106,6 @@ class Route:
 
 
 _DRIVES = {
-    Drive.ALONE: "block",
     Drive.WHOLE: "block",
     Drive.BLOCK: "block",
     Drive.QUERIES: "block",
@@ -114,7 +113,6 @@ _DRIVES = {
 }
 
 BLOCK = Route()
-ALONE = Route(Drive.ALONE)
 POSITIONS = Route(Drive.POSITIONS)
 STEP_THROUGH = Route(stepped=True)
 

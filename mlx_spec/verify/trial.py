@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx import nn
 
-from mlx_spec.cache.adopt import Likeness, cache_arrays, needs_mixers, runs_again, stretch, visible_arrays
+from mlx_spec.cache.adopt import Likeness, needs_mixers, runs_again, stretch, visible_arrays
 from mlx_spec.cache.base import Drive
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.errors import CannotMix, TransactionError
 from mlx_spec.ops.attention import AttentionCall

@@ -14,8 +14,9 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_spec import SpeculativeCacheTransaction
-from mlx_spec.cache.adopt import cache_arrays, leaves
+from mlx_spec.cache.adopt import leaves
 from mlx_spec.cache.base import Drive
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.verify import mixers, routes
 from tests.cache import kinds
 from tests.cache.kinds import HEADS, KINDS, RING, WINDOW_STEPS, Kind, arrays_of

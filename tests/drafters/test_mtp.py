@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.mtp.layouts import LAYOUT_BY_ARCHITECTURE, WITHOUT_LAYOUT, layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork

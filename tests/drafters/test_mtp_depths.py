@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_spec.cache.adopt import cache_arrays
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.drafters.chain import PENDING_LIMIT, ChainState
 from mlx_spec.drafters.mtp.layouts import layout_of
 from mlx_spec.drafters.mtp.model import MtpDrafter, MtpNetwork, new_predictor

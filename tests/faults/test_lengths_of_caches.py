@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, KVCache, RotatingKVCache
 
 from mlx_spec import Statistics, generate_step
-from mlx_spec.cache.adopt import Likeness, tokens_held, tokens_read
+from mlx_spec.cache.adopt import Likeness, tokens_held
+from mlx_spec.cache.contents import tokens_read
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
 from mlx_spec.drafters.standalone import StandaloneDrafter
 from tests.cache.kinds import append

@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_spec import SpeculativeCacheTransaction, Statistics, generate_step
-from mlx_spec.cache.adopt import cache_arrays, state_arrays
+from mlx_spec.cache.adopt import state_arrays
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.drafters import CallableDrafter, Drafter, NgramDrafter
 from mlx_spec.model.target import Target
 from mlx_spec.verify.mixers import attach

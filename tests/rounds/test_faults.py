@@ -15,7 +15,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 from mlx_spec.accept.proposal import Proposal
-from mlx_spec.cache.adopt import KVQuantization, Likeness, cache_arrays
+from mlx_spec.cache.adopt import KVQuantization, Likeness
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter
 from mlx_spec.generate import generate_step, is_pure, stream_generate

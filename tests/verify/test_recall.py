@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from mlx_spec.cache.adopt import cache_arrays, new_caches
+from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import Drive
+from mlx_spec.cache.contents import cache_arrays
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.verify import mixers, routes
 from mlx_spec.verify.recall import Recall, recalled
