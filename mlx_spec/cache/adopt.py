@@ -104,7 +104,7 @@ def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Driv
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    if drive is Drive.BLOCK and _CUT_ALONE.keys() >= set(map(type, members)):
+    if drive is Drive.ALONE and _CUT_ALONE.keys() >= set(map(type, members)):
         return list(caches), [_CUT_ALONE[type(cache)](cache, width) for cache in members]
     kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
     journals: dict[int, Journal] = {}

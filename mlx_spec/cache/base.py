@@ -19,8 +19,9 @@ class Drive(enum.Enum):
     """How the token mixers take the tokens of a round.
 
     WHOLE: as the model hands them over. Caches without a length to cut are kept whole or not at all.
-    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape. Where all
-        caches are cut by their length, the model is handed the caches themselves.
+    BLOCK: likewise, but a sliding window's mixers go position by position, and recurrent ones leave a tape.
+    ALONE: as BLOCK, for a model that is known to write what it is handed and nothing else: where all caches are cut by
+        their length, it is handed the caches themselves, and what it writes is looked at when it is marked.
     QUERIES: as BLOCK for the caches; the mixers that take the block whole update states by position, and attend by
         position or by what was found equal to that.
     POSITIONS: every mixer goes position by position, as in one-token decode.
@@ -28,6 +29,7 @@ class Drive(enum.Enum):
 
     WHOLE = "whole"
     BLOCK = "block"
+    ALONE = "alone"
     QUERIES = "attention by position"
     POSITIONS = "positions"
 

@@ -291,7 +291,7 @@ class ChainState(DrafterState):
         network, read = depth.network, _joined([*depth.rows, *draft.given])
         if not draft.given:
             depth.rows = [read]
-        tx = SpeculativeCacheTransaction(depth.caches, read.shape[1] + further, drive=Drive.BLOCK)
+        tx = SpeculativeCacheTransaction(depth.caches, read.shape[1] + further, drive=Drive.ALONE)
         draft.rounds.append(tx)
         draft.read.append(read)
         states = self._run(depth, self._completing(depth, text, drafted), read, tx.caches)

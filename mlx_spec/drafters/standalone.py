@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -171,14 +172,10 @@ class _Scratch(NamedTuple):
     def agreeing(self, ids: Rows) -> int:
         """How many of these tokens, [B][n], are the ones that were run, in every row."""
         # Nothing is waited for: the host has read what the target made of these proposals.
-        proposed: list[list[int]] = self.proposals.tolist()  # type: ignore[assignment]
-        run = [[bonus, *row[:-1]] for bonus, row in zip(self.bonus, proposed, strict=True)]
-        count = 0
-        for told, own in zip(zip(*ids, strict=True), zip(*run, strict=True), strict=False):
-            if told != own:
-                break
-            count += 1
-        return count
+        run = np.concatenate([np.array(self.bonus)[:, None], np.array(self.proposals)[:, :-1]], axis=1)
+        given = np.array(ids)[:, : run.shape[1]]
+        equal = (given == run[:, : given.shape[1]]).all(axis=0)
+        return int(np.cumprod(equal).sum())
 
 
 class StandaloneState(DrafterState):
@@ -243,7 +240,7 @@ class StandaloneState(DrafterState):
         if not self._takes_blocks:
             self._run_pending()
         pending = self._pending or [[] for _ in bonus]
-        tx = SpeculativeCacheTransaction(self._caches, self.pending + count, drive=Drive.BLOCK)
+        tx = SpeculativeCacheTransaction(self._caches, self.pending + count, drive=Drive.ALONE)
         try:
             tokens = mx.array([[*row, token] for row, token in zip(pending, bonus, strict=True)], dtype=mx.int32)
             chosen = []

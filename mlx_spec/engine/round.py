@@ -114,13 +114,14 @@ class Engine:
     # A round
 
     def dispatch(self, starts: Sequence[Start]) -> list[OpenRound]:
-        """Begin a round of every row, verify all, and start the device on it."""
-        opened = [self._begin(start) for start in starts]
-        self._verify(starts, opened)
+        """Begin a round of every row, and verify all."""
+        with mx.stream(self.stream):
+            opened = [self.begin(start) for start in starts]
+            self.verify(starts, opened)
         return opened
 
-    def _begin(self, start: Start) -> OpenRound:
-        """Merge bonus and proposals, hold a round, and then open it."""
+    def begin(self, start: Start) -> OpenRound:
+        """Merge bonus and proposals, hold a round in its row, and then open it. On the engine's stream."""
         row, proposal, inputs = start.row, start.proposal, start.bonus[None]
         stage_ms, began = _NO_TIME.copy(), time.perf_counter()
         if proposal is not None:
@@ -142,8 +143,11 @@ class Engine:
         stage_ms["merge"] = (time.perf_counter() - began) * 1e3
         return opened
 
-    def _verify(self, starts: Sequence[Start], opened: Sequence[OpenRound]) -> None:
-        """The target's forward over every row, and what it chooses, lazily; then the device is started on all."""
+    def verify(self, starts: Sequence[Start], opened: Sequence[OpenRound]) -> None:
+        """The target's forward over every row, and what it chooses, lazily; then the device is started on all.
+
+        One host read will tell the counts, tokens and keys of all rows: the first `take` of any of them makes it.
+        """
         read, pending = HostRead(), []
         for (row, *_), each in zip(starts, opened, strict=True):
             began = time.perf_counter()
@@ -201,19 +205,17 @@ class Engine:
 
     # From one round to the next
 
-    def pass_on(self, row: Row, current: OpenRound) -> OpenRound | None:
-        """Dispatch the next plain step on this one's token before that token is read, or nothing where none follows."""
-        with mx.stream(self.stream):
-            self._finish(row, current)
-            if row.budget == 1 and not self._needs_last_append(row):
-                return None
-            (successor,) = self.dispatch([Start(row, current.choices.array(0))])
-        return successor
+    def pass_on(self, row: Row, current: OpenRound) -> Start | None:
+        """What begins the next plain step, before the token of this one is read; None where no step follows."""
+        self._finish(row, current)
+        if row.budget == 1 and not self._needs_last_append(row):
+            return None
+        return Start(row, current.choices.array(0))
 
     def advance(
         self, row: Row, current: OpenRound, token: Token, ending: bool, width: int | None = None
-    ) -> OpenRound | None:
-        """Commit a fully walked round and dispatch the next one on its bonus, or nothing where none follows.
+    ) -> Start | None:
+        """Commit a fully walked round; what begins the next one on its bonus, or None where none follows.
 
         Args:
             row: whose round it is.
@@ -229,15 +231,13 @@ class Engine:
             stage_ms["pack"] += (packed - began) * 1e3
             bonus = current.choices.array(len(current.ids) - 1)
             if ending:
-                (successor,) = self.dispatch([Start(row, bonus)]) if self._needs_last_append(row) else (None,)
-                return successor
+                return Start(row, bonus) if self._needs_last_append(row) else None
             self.show_drafter(row, current)
             shifted = time.perf_counter()
             stage_ms["shift"] += (shifted - packed) * 1e3
             proposal = self._propose(row, token.id, width)
             stage_ms["propose"] += (time.perf_counter() - shifted) * 1e3
-            (successor,) = self.dispatch([Start(row, bonus, proposal)])
-        return successor
+        return Start(row, bonus, proposal)
 
     def _propose(self, row: Row, bonus: int, width: int | None) -> Proposal | None:
         if width is None:
@@ -281,15 +281,15 @@ class Engine:
                 if row.convert_caches():
                     mx.async_eval(cache_arrays(row.caches))
 
-    @staticmethod
-    def _finish(row: Row, current: OpenRound) -> None:
+    def _finish(self, row: Row, current: OpenRound) -> None:
         """Keep what is out of a round that is going to be followed by another, and show it to the processors."""
         if current.kept:
             current.tx.release()
         else:
             _close(row, current)
         if row.sampling.processors and (row.prompt.has_ids or not current.reads_prompt):
-            row.show(current.inputs[0, : current.out])
+            with mx.stream(self.stream):
+                row.show(current.inputs[0, : current.out])
 
     @staticmethod
     def look_again(row: Row, current: OpenRound) -> None:
@@ -386,7 +386,9 @@ def _transaction(row: Row, width: int) -> tuple[SpeculativeCacheTransaction, Rou
     if width == 1 and steps_alone(row.caches):
         return OneToken(row.caches), BLOCK
     route = BLOCK if width == 1 else row.routes.route(width, row.caches)
-    return SpeculativeCacheTransaction(row.caches, width, drive=route.drive, opened=False), route
+    # A certified route's forward is one that has been seen to keep to its block.
+    drive = Drive.ALONE if route.drive is Drive.BLOCK else route.drive
+    return SpeculativeCacheTransaction(row.caches, width, drive=drive, opened=False), route
 
 
 def _close(row: Row, current: OpenRound) -> None:

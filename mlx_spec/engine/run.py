@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_spec.accept.walks import Token
 from mlx_spec.engine.open_round import OpenRound
-from mlx_spec.engine.round import Engine
+from mlx_spec.engine.round import Engine, Start
 from mlx_spec.engine.row import Row
 
 _CLEAR_EVERY_TOKENS = 256
@@ -70,7 +70,7 @@ def _rounds(
         # Asked before the token is read, where that leaves nothing to know but the token.
         width = row.next_width(ahead=1) if current.width == 1 else None
         if width == 1:
-            successor = engine.pass_on(row, current)
+            successor = _dispatched(engine, engine.pass_on(row, current))
             token, ending = engine.take(row, current)
             engine.show_drafter(row, current)
         else:
@@ -89,7 +89,7 @@ def _rounds(
                     return
                 engine.look_again(row, current)
                 token, ending = engine.take(row, current)
-            successor = engine.advance(row, current, token, ending, width)
+            successor = _dispatched(engine, engine.advance(row, current, token, ending, width))
         if current.reads_prompt:
             _tell_prompt_is_read(row, successor)
         engine.count(row, current)
@@ -108,6 +108,10 @@ def _rounds(
         statistics.emitted_tokens += 1
         yield emission
         engine.look_again(row, current)
+
+
+def _dispatched(engine: Engine, start: Start | None) -> OpenRound | None:
+    return None if start is None else engine.dispatch([start])[0]
 
 
 def _tell_prompt_is_read(row: Row, successor: OpenRound | None) -> None:

@@ -36,6 +36,10 @@ class PerPosition:
     masks: dict[int, AskedMask]
 
 
+MAY_HOLD = frozenset({tuple, PerPosition})
+"""Classes of arguments, beside those of leaves, that may make a mixer's call another than stock's."""
+
+
 class Mix:
     """One call of a mixer.
 

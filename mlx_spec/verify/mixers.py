@@ -18,7 +18,7 @@ from mlx_spec.cache.adopt import new_caches
 from mlx_spec.cache.base import is_leaf, journals_of
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.model.swap import lock, own_class, swap_class, swap_of
-from mlx_spec.verify.mix import Mix
+from mlx_spec.verify.mix import MAY_HOLD, Mix
 from mlx_spec.verify.recall import RUNS_AGAIN
 from mlx_spec.verify.trace import watched
 
@@ -57,6 +57,13 @@ def mixing_class(base: type[Any], runs_again: bool) -> type[Any]:
     names = tuple(inspect.signature(base.__call__).parameters)[1:]
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        for value in (*args, *keywords.values()):
+            made = type(value)
+            if made in MAY_HOLD or getattr(made, "__leaf__", False):
+                break
+        else:
+            # Plain decoding comes here for every layer: nothing that is driven was handed over.
+            return base.__call__(self, *args, **keywords)
         positional = {names[place] if place < len(names) else str(place): arg for place, arg in enumerate(args)}
         return Mix(partial(base.__call__, self), positional, keywords, id(self)).run()
 

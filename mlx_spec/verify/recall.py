@@ -82,6 +82,10 @@ _pass: ContextVar[_Pass | None] = ContextVar("mlx_spec_recall", default=None)
 """The run of a mixer that is being built in this context, where it is remembered."""
 
 
+remembering = _pass.get
+"""The run that is being built here; None where nothing is remembered."""
+
+
 def recalled(module: Any, compute: Callable[[], Any]) -> Any:
     """What a linear map gives in the run that is being built here: remembered, or computed and remembered."""
     run = _pass.get()

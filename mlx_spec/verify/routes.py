@@ -23,7 +23,7 @@ from mlx_spec.ops.choose import Subject
 from mlx_spec.ops.linear import HeldMatrix
 from mlx_spec.ops.packed import HEADS, LINEARS
 from mlx_spec.verify.products import Multiply, holding_class
-from mlx_spec.verify.recall import RUNS_AGAIN, recalled
+from mlx_spec.verify.recall import RUNS_AGAIN, recalled, remembering
 
 ATTENTION = "attention"
 """What attention is called among the things that go by position."""
@@ -183,6 +183,8 @@ def _routed_method(base: Any, name: str) -> Callable[..., Any]:
         return getattr(base, name)(self, *args, **keywords)
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        if _plan.get() is None and remembering() is None:
+            return getattr(base, name)(self, *args, **keywords)
         return recalled(self, lambda: compute(self, *args, **keywords))
 
     def compute(self: Any, *args: Any, **keywords: Any) -> Any:

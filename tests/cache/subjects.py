@@ -8,8 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ChunkedKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache
 
+from mlx_spec.cache.adopt import leaves
 from mlx_spec.cache.base import Drive
 from mlx_spec.verify import mixers, routes
 from tests.cache.kinds import Kind, append_rows, arrays_of
@@ -77,7 +78,7 @@ class StandIn(Subject):
         self.edge = kind.edge
         self.pads = kind.pads or (0,) * kind.batch
         self.can_save = kind.can_save
-        self.drives = (Drive.BLOCK, Drive.WHOLE)
+        self.drives = (Drive.BLOCK, Drive.WHOLE, *([Drive.ALONE] if kind.by_length else []))
 
     def make(self) -> list[Any]:
         return [self._kind.make()]
@@ -92,6 +93,8 @@ class StandIn(Subject):
     def refuses_first(self, drive: Drive) -> bool:
         # A layer over a chunk cuts its front before it writes.
         cuts = isinstance(self._kind.make(), ChunkedKVCache)
+        if drive is Drive.ALONE and {type(leaf) for leaf in leaves(self.make())} <= {KVCache, QuantizedKVCache}:
+            return False
         return not cuts and (self._kind.by_length or not (self._kind.stepwise or drive is Drive.WHOLE))
 
     def token(self, number: int, row: int) -> int:
