@@ -13,7 +13,7 @@ from mlx_spec.ops.choose import kinds_of_data, same_bits
 from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
-from mlx_spec.ops.walk import GreedyBlock
+from mlx_spec.ops.walk import ChosenBlock, GreedyBlock
 from tests.msl.trials import PACKINGS
 
 pytestmark = pytest.mark.metal
@@ -112,7 +112,7 @@ def test_the_walk_is_that_of_mlx_ops(dtype: mx.Dtype) -> None:
         block = GreedyBlock(logits, mx.zeros((batch, width - 1), mx.int32), mx.logsumexp(logits, axis=-1))
         for accepted in range(width):
             proposals = mx.where(mx.arange(width - 1) < accepted, block.choices()[:, :-1], -1)
-            given = GreedyBlock(
-                logits, proposals, block.lse, None, mx.array([7], mx.int32), mx.full((batch,), width - 1)
-            )
+            given = GreedyBlock(logits, proposals, block.lse)
             assert mx.array_equal(given.by_kernel(), given.by_ops()).item()
+            chosen = ChosenBlock(block.choices(), proposals, given.lse)
+            assert mx.array_equal(chosen.by_kernel(), given.by_ops()).item()

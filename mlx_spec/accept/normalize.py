@@ -23,7 +23,7 @@ def normalized(logits: mx.array) -> tuple[mx.array, mx.array]:
         shape and dtype; else three for each position. Lazy but for that trial.
     """
     _, width, vocabulary = logits.shape
-    if width > 1 and _holds(width, vocabulary, logits.dtype, mx.default_device().type):
+    if width > 1 and reduces_alike(width, vocabulary, logits.dtype, mx.default_device().type):
         sums = mx.logsumexp(logits, axis=-1, keepdims=True)
     else:
         sums = mx.stack([log_sum_exp(logits[:, index]) for index in range(width)], axis=1)
@@ -31,7 +31,7 @@ def normalized(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 @functools.cache
-def _holds(width: int, vocabulary: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
+def reduces_alike(width: int, vocabulary: int, dtype: mx.Dtype, device: mx.DeviceType) -> bool:
     """Whether the reduction over the last axis of so many rows equals mlx-lm's over one row, in all bits."""
     del device
     random = mx.random.normal((1, width, vocabulary), key=mx.random.key(vocabulary))

@@ -14,12 +14,13 @@ class Proposal:
 
     Attributes:
         ids: [B, n] int32 token ids in the target's vocabulary, lazy. An id outside it never stands.
-        log_probabilities: makes [B, n, V], in the target's vocabulary: each id's was drawn or chosen from; -inf where
-            the drafter has no such token. None where the drafter has none. Built when it is called, not before.
+        log_probabilities: given V, columns of the target's logits, makes [B, n, V] float32, normalized: what each id
+            was the likeliest of; -inf where the drafter has no such token. None where the drafter knows none. Built
+            when it is called, not before: a rule that does not ask pays nothing.
     """
 
     ids: mx.array
-    log_probabilities: Callable[[], mx.array] | None = None
+    log_probabilities: Callable[[int], mx.array] | None = None
 
     @property
     def count(self) -> int:

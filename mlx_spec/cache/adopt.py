@@ -104,9 +104,8 @@ def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Driv
     Returns:
         The tree the model is handed, leaf for cache, and one journal per cache that holds state.
     """
-    if drive is Drive.ALONE and _CUT_ALONE.keys() >= set(map(type, members)):
-        return list(caches), [_CUT_ALONE[type(cache)](cache, width) for cache in members]
-    kinds = _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
+    alone = drive is Drive.ALONE and _CUT_ALONE.keys() >= set(map(type, members))
+    kinds = _CUT_ALONE if alone else _CUT_ANYWHERE if drive is Drive.WHOLE else _KEPT_IN_PART
     journals: dict[int, Journal] = {}
     masks: dict[int, AskedMask] = {}
     forward = Forward()
@@ -118,6 +117,8 @@ def adopt(caches: Sequence[Any], members: Sequence[Any], width: int, drive: Driv
         journal.masks, journal.forward = masks, forward
         if journal.needs_mixer and drive is not Drive.WHOLE:
             forward.needs_mixers = True
+    if alone:
+        return list(caches), list(journals.values())
     drive_by(journals.values(), drive)
     made = {key: journal.make_leaf() for key, journal in journals.items()}
     return [_handed(cache, made) for cache in caches], list(journals.values())

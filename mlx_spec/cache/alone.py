@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mlx_spec.cache.append import AppendJournal, PackedJournal
 
 
 class AloneByLength(AppendJournal):
     """Keys and values that are cut by their length. The model is handed the cache itself: nothing stands between."""
 
-    def make_leaf(self) -> Any:
-        """The cache itself."""
-        return self._cache
-
     @property
     def counted(self) -> int | None:  # type: ignore[override]
-        """By the cache's own length; what it was written is not looked at before it is written."""
-        return self.length - self._base or None
+        """By the cache's own length, of which somebody else may have cut what was marked before."""
+        return max(self.length - self._base, self._appended) or None
 
     def mark(self, position: int) -> None:
         self._appended = self.length - self._base

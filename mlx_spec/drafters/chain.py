@@ -20,6 +20,7 @@ from mlx_spec.cache.adopt import buffers
 from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import DrafterState, Rows
+from mlx_spec.drafters.likelihood import spread
 from mlx_spec.model.target import Target
 
 PENDING_LIMIT = 64
@@ -33,9 +34,11 @@ class ChainNetwork(abc.ABC):
 
     Attributes:
         tapped_size: K*H_t, entries per row of tapped states.
+        target_ids: [draft_vocab] int32, the target's id of each id it can propose; None when they are the same.
     """
 
     tapped_size: int
+    target_ids: mx.array | None = None
 
     @abc.abstractmethod
     def new_caches(self) -> list[Any]:
@@ -219,16 +222,17 @@ class ChainState(DrafterState):
         self.abort()
         text = [[*row, token] for row, token in zip(self._ids, bonus, strict=True)]
         drafted: list[mx.array] = []
+        chosen_from: list[tuple[ChainNetwork, mx.array]] = []
         self._draft = draft = _Draft()
         try:
             for depth in self._depths[:count]:
                 further = count - len(self._depths) if depth is self._depths[-1] else 0
-                self._run_depth(depth, draft, text, drafted, further)
+                chosen_from += self._run_depth(depth, draft, text, drafted, further)
         except BaseException:
             self.abort()
             raise
         draft.bonus = list(bonus)
-        return Proposal(mx.concatenate(drafted, axis=1))
+        return Proposal(mx.concatenate(drafted, axis=1), lambda columns: self._log_probabilities(chosen_from, columns))
 
     def abort(self) -> None:
         """Forget what `propose` ran; see `DrafterState.abort`. If it is interrupted, calling it again completes it."""
@@ -286,8 +290,12 @@ class ChainState(DrafterState):
 
     def _run_depth(
         self, depth: _Depth, draft: _Draft, text: list[list[int]], drafted: list[mx.array], further: int
-    ) -> None:
-        """Run a depth's open pairs and append what it drafts to `drafted`: a token, and so many further ones."""
+    ) -> list[tuple[ChainNetwork, mx.array]]:
+        """Run a depth's open pairs and append what it drafts to `drafted`: a token, and so many further ones.
+
+        Returns:
+            For each of them the network and the [B, 1, H] states it was chosen from.
+        """
         network, read = depth.network, _joined([*depth.rows, *draft.given])
         if not draft.given:
             depth.rows = [read]
@@ -299,10 +307,17 @@ class ChainState(DrafterState):
         draft.given = self._given(depth, states)
         last = states[:, -1:]
         drafted.append(network.choose(last, self._target))
+        chosen_from = [(network, last)]
         for _ in range(further):
             last = network.run(drafted[-1], network.carry(last), tx.caches, self._start, self._target)
             tx.mark(1)
             drafted.append(network.choose(last, self._target))
+            chosen_from.append((network, last))
+        return chosen_from
+
+    def _log_probabilities(self, chosen_from: Sequence[tuple[ChainNetwork, mx.array]], columns: int) -> mx.array:
+        rows = [spread(each.logits(state, self._target), columns, each.target_ids) for each, state in chosen_from]
+        return mx.concatenate(rows, axis=1)
 
     def _completing(self, depth: _Depth, text: list[list[int]], drafted: list[mx.array]) -> mx.array:
         """[B, pairs] the tokens that complete a depth's open pairs: of the text with its bonus, then drafted ones."""

@@ -26,6 +26,7 @@ from mlx_spec.cache.base import Drive
 from mlx_spec.cache.transaction import SpeculativeCacheTransaction
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.checkpoint import telling
+from mlx_spec.drafters.likelihood import spread
 from mlx_spec.drafters.quantization import quantize_on_load
 from mlx_spec.errors import CheckpointError, IncompatiblePair, UnknownAnatomy, UnsupportedOption
 from mlx_spec.model.target import Target, evaluate_arrays
@@ -243,9 +244,10 @@ class StandaloneState(DrafterState):
         tx = SpeculativeCacheTransaction(self._caches, self.pending + count, drive=Drive.ALONE)
         try:
             tokens = mx.array([[*row, token] for row, token in zip(pending, bonus, strict=True)], dtype=mx.int32)
-            chosen = []
+            chosen, rows = [], []
             for _ in range(count):
-                tokens = self._likeliest(self._forward(tokens, tx))
+                rows.append(self._forward(tokens, tx)[:, -1, :])
+                tokens = self._likeliest(rows[-1])
                 # In one lazy graph every in-place write of the caches would copy its buffer.
                 mx.async_eval(tokens)
                 chosen.append(tokens)
@@ -254,7 +256,7 @@ class StandaloneState(DrafterState):
             raise
         proposals = mx.concatenate(chosen, axis=1)
         self._scratch = _Scratch(tx, self.pending, tuple(bonus), proposals)
-        return Proposal(proposals)
+        return Proposal(proposals, lambda columns: self._log_probabilities(rows, columns))
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         """Keep what the last proposal ran of these tokens; the rest waits for the next one.
@@ -314,10 +316,12 @@ class StandaloneState(DrafterState):
         tx.mark(tokens.shape[1])
         return logits
 
+    def _log_probabilities(self, rows: list[mx.array], columns: int) -> mx.array:
+        return spread(mx.stack(rows, axis=1)[..., : self._proposable], columns)
+
     def _likeliest(self, logits: mx.array) -> mx.array:
-        """[B, T, V] logits -> [B, 1] int32, the choice of mlx-lm's greedy sampler after the last token."""
-        last = logits[:, -1]
-        logprobs = last - mx.logsumexp(last, axis=-1, keepdims=True)
+        """[B, V] logits after the last token -> [B, 1] int32, the choice of mlx-lm's greedy sampler."""
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return mx.argmax(logprobs[:, : self._proposable], axis=-1, keepdims=True).astype(mx.int32)
 
 

@@ -17,7 +17,7 @@ from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.kernel import metal_text
 from mlx_spec.ops.linear import BATCH_AXIS, DenseLinear, row_exact_gemv
 from mlx_spec.ops.packed import PackedLinear, Packing, row_exact_qmv
-from mlx_spec.ops.walk import GreedyBlock
+from mlx_spec.ops.walk import ChosenBlock, GreedyBlock
 from tests.msl import simulator, stock, trials
 from tests.msl.address_spaces import complaints
 from tests.msl.kernel import BACKWARD, KernelError, Run, mlx_include
@@ -75,8 +75,8 @@ MUTATIONS = [
     (
         "greedy_walk",
         "barrier",
-        f"position + 1 : 0;\n    }}\n  }}\n  {BARRIER}",
-        "position + 1 : 0;\n    }\n  }",
+        f"is_nan(judged) ? 1 : 0;\n    }}\n  }}\n  {BARRIER}",
+        "is_nan(judged) ? 1 : 0;\n    }\n  }",
     ),
     (
         "gated_delta",
@@ -157,7 +157,8 @@ def call_everything(batch: int, width: int) -> None:
     )
     logits = mx.random.normal((batch, width, 100))
     block = GreedyBlock(logits, mx.zeros((batch, width - 1), mx.int32), mx.logsumexp(logits, axis=-1))
-    mx.eval(block.by_kernel())
+    chosen = ChosenBlock(block.choices(), block.proposals, mx.logsumexp(logits, axis=-1))
+    mx.eval(block.by_kernel(), chosen.by_kernel())
     keys = mx.random.normal((batch, 1, 40, 64))
     seen = tuple((0, 41 - width + place) for place in range(width))
     BlockAttention(mx.random.normal((batch, 2, width, 64)), keys, keys, 0.1, None, seen).run()

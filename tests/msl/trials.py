@@ -22,7 +22,7 @@ from mlx_spec.ops.choose import kinds_of_data
 from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
-from mlx_spec.ops.walk import GreedyBlock
+from mlx_spec.ops.walk import ChosenBlock, GreedyBlock
 from tests.msl import stock
 from tests.msl.kernel import BACKWARD, FORWARD, HALVES_FIRST, NEIGHBOURS_FIRST, SHUFFLED, Run
 from tests.msl.simulator import running, simulated
@@ -355,7 +355,7 @@ def _attention_case(kind: AttentionKind, dtype: mx.Dtype, seed: int) -> Case:
 
 
 def walk(full: bool) -> Iterator[Case]:
-    """Ties, NaN, nothing but -inf, masks, stop tokens and budgets; against mx.argmax and the walk in mlx ops."""
+    """Ties, NaN, nothing but -inf, masks; against mx.argmax and the walk in mlx ops."""
     shapes = [(1, 1, 100), (1, 5, 1000), (3, 8, 777), (2, 32, 513), (16, 2, 65)]
     kinds = ("plain", "ties", "nan", "nothing", "masked")
     random = np.random.default_rng(0)
@@ -387,19 +387,21 @@ def _greedy_block(
         allowed = mx.array(words)
     lse = mx.logsumexp(logits, axis=-1) if logprobs else None
     proposed = mx.zeros((batch, width - 1), mx.int32)
-    blank = GreedyBlock(logits, proposed, lse, allowed, None, mx.full((batch,), 1, mx.int32))
-    choices = np.array(blank.choices())
+    choices = np.array(GreedyBlock(logits, proposed, lse, allowed).choices())
     proposals = choices[:, :-1].copy()
     for row in proposals:
         cut = random.integers(0, width + 1)
         row[cut:] = random.integers(-1, vocabulary + 3, row[cut:].shape)
-    stops = mx.array(random.choice(choices.reshape(-1), 2).astype(np.int32)) if random.random() < 0.5 else None
-    budgets = mx.array(random.integers(1, width + 2, batch).astype(np.int32)) if random.random() < 0.5 else None
-    return GreedyBlock(logits, mx.array(proposals), lse, allowed, stops, budgets)
+    return GreedyBlock(logits, mx.array(proposals), lse, allowed)
 
 
 def _walk_case(block: GreedyBlock) -> Case:
-    return Case(str(block.logits.dtype), lambda: [block.by_kernel()], lambda _: [block.by_ops()])
+    """The walk from logits, and the same tokens walked as if they had been chosen otherwise."""
+    walks: list[GreedyBlock | ChosenBlock] = [block]
+    if block.lse is not None and block.allowed is None:
+        walks.append(ChosenBlock(block.choices().astype(mx.uint32), block.proposals, block.lse))
+    dtype = str(block.logits.dtype)
+    return Case(dtype, lambda: [walk.by_kernel() for walk in walks], lambda _: [walk.by_ops() for walk in walks])
 
 
 TRIALS = {

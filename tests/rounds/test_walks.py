@@ -90,13 +90,13 @@ def test_where_several_rows_normalize_otherwise_each_is_normalized_alone(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(normalize, "_holds", lambda *shape: calls.append(shape))
+    monkeypatch.setattr(normalize, "reduces_alike", lambda *shape: calls.append(shape))
     assert_same(block_of(width, 1, mx.float32))
     assert {call[0] for call in calls} == {width}
 
 
 def test_a_reduction_that_rounds_otherwise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    holds, stock = normalize._holds.__wrapped__, mx.logsumexp
+    holds, stock = normalize.reduces_alike.__wrapped__, mx.logsumexp
     assert holds(3, 57, mx.float32, mx.cpu)
 
     def other(logits: mx.array, axis: int | None = None, keepdims: bool = False) -> mx.array:

@@ -12,16 +12,22 @@ import mlx.core as mx
 
 from mlx_spec.drafters.dflash.config import BlockConfig
 from mlx_spec.drafters.dflash.layers import Tensors
+from mlx_spec.drafters.likelihood import spread
 from mlx_spec.model.target import Target
 
 
 class ProposalHead(abc.ABC):
     """States of a block -> tokens. Holds weights only.
 
+    Attributes:
+        weighs_all_tokens: what it chooses is the likeliest token of a distribution over all it knows.
+
     Args:
         target_ids: [V_draft] int32, the target's id of each id the output projection knows; None when they are the
             same.
     """
+
+    weighs_all_tokens = True
 
     def __init__(self, tensors: Tensors, config: BlockConfig, target_ids: mx.array | None) -> None:
         self._tensors = tensors
@@ -39,6 +45,11 @@ class ProposalHead(abc.ABC):
         Returns:
             [B, n] int32 ids in the target's vocabulary, lazy.
         """
+
+    def log_probabilities(self, states: mx.array, bonus: mx.array, target: Target, columns: int) -> mx.array:
+        """[B, n, columns] what `choose` takes the likeliest of. Only where the head `weighs_all_tokens`."""
+        del bonus
+        return spread(self.logits(states, target), columns, self._target_ids)
 
     def logits(self, states: mx.array, target: Target) -> mx.array:
         """[B, n, H] -> [B, n, V_draft], each slot by itself."""
@@ -73,6 +84,9 @@ class MarkovHead(ProposalHead):
     def choose(self, states: mx.array, bonus: mx.array, target: Target) -> mx.array:
         return self.biased(states, bonus, target)[0]
 
+    def log_probabilities(self, states: mx.array, bonus: mx.array, target: Target, columns: int) -> mx.array:
+        return spread(self.biased(states, bonus, target)[1], columns, self._target_ids)
+
     def biased(self, states: mx.array, bonus: mx.array, target: Target) -> tuple[mx.array, mx.array]:
         """[B, n] int32 ids, and the [B, n, V_draft] logits they are the likeliest of."""
         base = self.logits(states, target)
@@ -104,6 +118,8 @@ class MarkovHead(ProposalHead):
 
 class CandidateSelector(ProposalHead):
     """Of each slot's likeliest tokens, the one that goes best with the token before it, left to right."""
+
+    weighs_all_tokens = False
 
     def choose(self, states: mx.array, bonus: mx.array, target: Target) -> mx.array:
         selector = self._tensors.below("candidate_selector")

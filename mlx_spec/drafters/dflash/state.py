@@ -194,8 +194,12 @@ class BlockState(DrafterState):
             raise ValueError(f"{count} proposals wanted, but a block of {drafter.name!r} gives {drafter.proposals}")
         self.flush()
         states = drafter.run(bonus, count, self.contexts, self.position, self._target)
-        chosen = drafter.heads.choose(states, mx.array(list(bonus), mx.int32), self._target)[:, :count]
-        return Proposal(self._cut(states[:, :count], bonus, chosen))
+        anchor = mx.array(list(bonus), mx.int32)
+        chosen = self._cut(states[:, :count], bonus, drafter.heads.choose(states, anchor, self._target)[:, :count])
+        if not drafter.heads.weighs_all_tokens:
+            return Proposal(chosen)
+        kept = states[:, : chosen.shape[1]]
+        return Proposal(chosen, lambda columns: drafter.heads.log_probabilities(kept, anchor, self._target, columns))
 
     def abort(self) -> None:
         """Nothing to drop: a proposal leaves nothing behind."""

@@ -18,6 +18,7 @@ from mlx_spec.accept.proposal import Proposal
 from mlx_spec.cache.adopt import rows_in_order
 from mlx_spec.drafters.base import Drafter, DrafterState, Rows
 from mlx_spec.drafters.gemma4_assistant.config import AssistantConfig
+from mlx_spec.drafters.likelihood import spread
 from mlx_spec.errors import IncompatiblePair
 from mlx_spec.model.target import Target, evaluate_arrays
 
@@ -209,13 +210,15 @@ class AssistantState(DrafterState):
         keys, length = self._keys()
         hidden = self._target.final_norm(self._last).astype(self._dtype)
         token, chosen = mx.array(list(bonus), mx.int32)[:, None], []
+        rows = []
         for _ in range(count):
             embedded = self._target.embed(token).astype(self._dtype)
             normed = self._network.step(embedded, hidden, keys, length - self._reading.rows_back)
-            token = mx.argmax(self._network.logits(normed), axis=-1).astype(mx.int32)
+            rows.append(self._network.logits(normed))
+            token = mx.argmax(rows[-1], axis=-1).astype(mx.int32)
             hidden = self._network.carry(normed)
             chosen.append(token)
-        return Proposal(mx.concatenate(chosen, axis=1))
+        return Proposal(mx.concatenate(chosen, axis=1), lambda columns: spread(mx.concatenate(rows, axis=1), columns))
 
     def abort(self) -> None:
         """A proposal leaves nothing behind."""
