@@ -3,9 +3,10 @@
     .venv/bin/python scripts/host_cost.py [--tokens N] [--repeats N] [--only NAME ...]
 
 The model has next to nothing to compute, so what is left is building graphs, dispatching and reading. Runs take turns
-in one process. CPU time is the best of the repeats, over all threads; calls are counted by cProfile over one run, what
-a request does once included. A step is a token of a plain run and a round of a drafted one. Pin the process to one
-core (taskset -c 1) on a machine that is not idle.
+in one process. CPU time is that of all threads, and of what a long run takes longer than a short one: what a request
+does once is left out, and told as the last column. The ratio is the median of the ratios within one turn, so that a
+machine that changes its pace changes both. Calls are counted by cProfile in the same way. A step is a token of a plain
+run and a round of a drafted one. Pin the process to one core (taskset -c 1) on a machine that is not idle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import cProfile
 import os
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -112,7 +114,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=320)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
     mx.set_default_device(mx.cpu)
@@ -121,20 +123,37 @@ def main() -> None:
         for name, case in cases(asked.tokens).items()
         if not asked.only or any(part in name for part in asked.only)
     }
-    best_us = dict.fromkeys(wanted, float("inf"))
+    long, short = asked.tokens, asked.tokens // 5
+    spent_us: dict[str, list[float]] = {name: [] for name in wanted}
+    once_us: dict[str, list[float]] = {name: [] for name in wanted}
     for turn in range(asked.repeats + 1):
         for name, (_, per_step, run) in wanted.items():
-            started = time.process_time()
-            run(asked.tokens)
+            whole_us, part_us = (_spent_us(run, tokens) for tokens in (long, short))
+            token_us = (whole_us - part_us) / (long - short)
             if turn:
-                best_us[name] = min(best_us[name], (time.process_time() - started) / asked.tokens * per_step * 1e6)
-    print("| run | CPU us a step | of mlx-lm's | Python calls a step |\n|---|---|---|---|")
+                spent_us[name].append(token_us * per_step)
+                once_us[name].append(part_us - short * token_us)
+    print("| run | CPU us a step | of mlx-lm's | Python calls a step | CPU us once |\n|---|---|---|---|---|")
     for name, (beside, per_step, run) in wanted.items():
-        profile = cProfile.Profile()
-        profile.runcall(run, asked.tokens)
-        calls = pstats.Stats(profile).total_calls / asked.tokens * per_step  # type: ignore[attr-defined]
-        ratio = f"{best_us[name] / best_us[beside]:.2f}" if beside in best_us else ""
-        print(f"| {name} | {best_us[name]:.0f} | {ratio} | {calls:.0f} |")
+        calls = (_calls(run, long) - _calls(run, short)) / (long - short) * per_step
+        turns = zip(spent_us[name], spent_us.get(beside, ()), strict=False)
+        ratios = [own / theirs for own, theirs in turns]
+        ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
+        typical_us, first_us = statistics.median(spent_us[name]), statistics.median(once_us[name])
+        print(f"| {name} | {typical_us:.0f} | {ratio} | {calls:.0f} | {first_us:.0f} |")
+
+
+def _spent_us(run: Run, tokens: int) -> float:
+    started = time.process_time()
+    run(tokens)
+    return (time.process_time() - started) * 1e6
+
+
+def _calls(run: Run, tokens: int) -> int:
+    profile = cProfile.Profile()
+    profile.runcall(run, tokens)
+    calls: int = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    return calls
 
 
 if __name__ == "__main__":

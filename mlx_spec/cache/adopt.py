@@ -436,8 +436,14 @@ def state_arrays(caches: Sequence[Any]) -> list[mx.array]:
 
 def buffers(caches: Sequence[Any]) -> list[mx.array]:
     """Every array the caches hold, as they hold it, for evaluation: no handle is made of a buffer."""
-    fields = [vars(cache) for cache in leaves(caches)]
-    return [array for _, array in tree_flatten(fields) if isinstance(array, mx.array)]
+    arrays: list[mx.array] = []
+    for cache in leaves(caches):
+        for value in vars(cache).values():
+            if isinstance(value, mx.array):
+                arrays.append(value)
+            elif isinstance(value, list | tuple | dict):
+                arrays.extend(array for _, array in tree_flatten(value) if isinstance(array, mx.array))
+    return arrays
 
 
 def rows_in_order(cache: Any) -> tuple[mx.array, mx.array]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -173,10 +172,14 @@ class _Scratch(NamedTuple):
     def agreeing(self, ids: Rows) -> int:
         """How many of these tokens, [B][n], are the ones that were run, in every row."""
         # Nothing is waited for: the host has read what the target made of these proposals.
-        run = np.concatenate([np.array(self.bonus)[:, None], np.array(self.proposals)[:, :-1]], axis=1)
-        given = np.array(ids)[:, : run.shape[1]]
-        equal = (given == run[:, : given.shape[1]]).all(axis=0)
-        return int(np.cumprod(equal).sum())
+        proposed: list[list[int]] = memoryview(self.proposals).tolist()  # type: ignore[arg-type, assignment]
+        run = [[bonus, *row[:-1]] for bonus, row in zip(self.bonus, proposed, strict=True)]
+        count = 0
+        for told, own in zip(zip(*ids, strict=True), zip(*run, strict=True), strict=False):
+            if told != own:
+                break
+            count += 1
+        return count
 
 
 class StandaloneState(DrafterState):

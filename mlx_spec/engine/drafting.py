@@ -146,6 +146,7 @@ class Drafted(Drafting):
 
     def look_at(self, caches: Sequence[Any]) -> None:
         self._draws.lend(self._follow, self._state.look_at, caches)
+        self._draws.lend(self._look)
 
     def read_prompt(self, ids: list[int], hidden: mx.array | None) -> None:
         skipped = min(self._unseen, len(ids))
@@ -155,6 +156,7 @@ class Drafted(Drafting):
             hidden = None if hidden is None else hidden[:, skipped:]
         if ids:
             self._draws.lend(self._follow, self._state.read_prompt, [ids], hidden)
+            self._draws.lend(self._look)
 
     def show(self, ids: list[int], hidden: mx.array | None) -> None:
         unshown, states = self._unshown
@@ -163,6 +165,7 @@ class Drafted(Drafting):
             states.append(hidden)
         if len(unshown) >= _MOST_UNSHOWN:
             self._draws.lend(self._catch_up)
+            self._draws.lend(self._look)
 
     def propose(self, bonus: int, count: int) -> Proposal | None:
         return self._draws.lend(self._propose, bonus, count)
@@ -182,6 +185,7 @@ class Drafted(Drafting):
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._statistics.drafter_failed(error, "its round went on without proposals")
             self._abort()
+            self._look()
             return None
         self._look()
         if proposal.ids.dtype != mx.int32:
@@ -204,7 +208,6 @@ class Drafted(Drafting):
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
             self._abort()
-        self._look()
 
     def _look(self) -> None:
         """What the state holds may be other arrays now."""
@@ -218,7 +221,6 @@ class Drafted(Drafting):
             self._state.abort()
         except Exception as error:  # noqa: BLE001  a drafter's fault must never cost a token
             self._give_up(error)
-        self._look()
 
     def _give_up(self, error: Exception) -> None:
         self.proposes, self._held = False, []
