@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ import pytest
 
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data, same_bits
-from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
 from mlx_spec.ops.walk import ChosenBlock, GreedyBlock
@@ -75,34 +73,6 @@ def test_queries_have_the_bits_of_one_query(shared: int, keys: int, size: int) -
             for place, (_, end) in enumerate(seen)
         ]
         assert same_bits(block.run(), mx.concatenate(alone, axis=2))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("vector", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_gated_delta_rule_has_the_bits_of_mlx_lm(masked: bool, vector: bool, dtype: mx.Dtype) -> None:
-    stock = importlib.import_module("mlx_lm.models.gated_delta")
-    batch, tokens, key_heads, heads, columns, values = 2, 7, 2, 4, 128, 16
-    gates = (batch, tokens, heads, columns) if vector else (batch, tokens, heads)
-    block = DeltaBlock(
-        q=mx.random.normal((batch, tokens, key_heads, columns)).astype(dtype),
-        k=(mx.random.normal((batch, tokens, key_heads, columns)) * columns**-0.5).astype(dtype),
-        v=mx.random.normal((batch, tokens, heads, values)).astype(dtype),
-        g=mx.random.uniform(shape=gates),
-        beta=mx.random.uniform(shape=(batch, tokens, heads)).astype(dtype),
-        state=mx.random.normal((batch, heads, values, columns)),
-        mask=mx.random.uniform(shape=(batch, tokens)) > 0.3 if masked else None,
-    )
-    result, states, outputs = block.by_kernel(), [block.state], []
-    for t in range(tokens):
-        at = slice(t, t + 1)
-        given = (array[:, at] for array in (block.q, block.k, block.v, block.g, block.beta))
-        y, state = stock.gated_delta_kernel(*given, states[-1], None if block.mask is None else block.mask[:, at])
-        outputs.append(y)
-        states.append(state)
-    assert same_bits(result.y, mx.concatenate(outputs, axis=1))
-    for count, state in enumerate(states):
-        assert same_bits(result.state_after(mx.full((batch,), count)), state)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -6,7 +6,6 @@ Only the rules of dispatch are restated here.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from tests.msl.kernel import Kernel, Run
-from tests.msl.simulator import running, simulated, to_mlx, to_numpy
+from tests.msl.simulator import to_mlx, to_numpy
 
 _KERNELS = "mlx/backend/metal/kernels"
 _TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
@@ -166,33 +165,6 @@ class OneQuery:
         masks = [None if self.mask is None else to_numpy(self.mask), None, _int32(1), _int32(count), _int32(0)]
         sinks = None if self.sinks is None else to_numpy(self.sinks)
         return [_int32(count), *strides, np.array(self.scale, np.float32), *masks, sinks]
-
-
-def gated_delta_steps(block: Any, run: Run | None = None) -> list[list[mx.array]]:
-    """[outputs so far, state] after each token of a block, by mlx-lm's kernel, one token to a call."""
-    module = _simulated_gated_delta()
-    state, outputs, steps = block.state, [], []
-    for t in range(block.k.shape[1]):
-        at = slice(t, t + 1)
-        mask = None if block.mask is None else block.mask[:, at]
-        with running(run or Run()):
-            given = (array[:, at] for array in (block.q, block.k, block.v, block.g, block.beta))
-            y, state = module.gated_delta_kernel(*given, state, mask)
-        outputs.append(y)
-        steps.append([mx.concatenate(outputs, axis=1), state])
-    return steps
-
-
-@functools.cache
-def _simulated_gated_delta() -> Any:
-    """mlx-lm's module, loaded a second time where its kernels run."""
-    spec = importlib.util.find_spec("mlx_lm.models.gated_delta")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with simulated():
-        spec.loader.exec_module(module)
-    return module
 
 
 def _present(arrays: Sequence[np.ndarray | None]) -> dict[int, np.ndarray]:

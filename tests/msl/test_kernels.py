@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -78,13 +76,6 @@ MUTATIONS = [
         f"is_nan(judged) ? 1 : 0;\n    }}\n  }}\n  {BARRIER}",
         "is_nan(judged) ? 1 : 0;\n    }\n  }",
     ),
-    (
-        "gated_delta",
-        "order of two adds",
-        "distance = 1; distance < 32; distance <<= 1",
-        "distance = 16; distance >= 1; distance >>= 1",
-    ),
-    ("gated_delta", "one token less", "t < counts[batch]", "t < counts[batch] - 1"),
     ("block_attention", "one key more", "key >= stops[i]", "key > stops[i]"),
     (
         "block_attention",
@@ -238,7 +229,6 @@ DERIVED = {
     "fp4.h": ("row_exact_qmv", "e3159945d7e5ae24"),
     "fp8.h": ("row_exact_qmv", "9a9d77a6295f66b4"),
     "sdpa_vector.h": ("block_attention", "32146cdd4b998272"),
-    "gated_delta.py": ("gated_delta", "f69e837ea68641db"),
 }
 """Text that a kernel of ours was derived from -> that kernel, and the text's digest."""
 
@@ -247,10 +237,6 @@ DERIVED = {
 def test_the_text_a_kernel_was_derived_from_is_still_the_same(name: str) -> None:
     kernel, digest = DERIVED[name]
     path = mlx_include() / "mlx/backend/metal/kernels" / name
-    if name.endswith(".py"):
-        spec = importlib.util.find_spec("mlx_lm.models.gated_delta")
-        assert spec is not None
-        path = Path(str(spec.origin))
     found = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     assert found == digest, (
         f"{name} has changed ({found}): read what changed, derive metal/{kernel}.metal again where it touches "

@@ -19,7 +19,6 @@ import numpy as np
 from mlx_spec.ops import block_attention
 from mlx_spec.ops.block_attention import BlockAttention
 from mlx_spec.ops.choose import kinds_of_data
-from mlx_spec.ops.gated_delta import DeltaBlock
 from mlx_spec.ops.linear import row_exact_gemv
 from mlx_spec.ops.packed import Packing, row_exact_qmv
 from mlx_spec.ops.walk import ChosenBlock, GreedyBlock
@@ -206,70 +205,6 @@ def _packed_case(packing: Packing, packed: list[mx.array], rows: mx.array) -> Ca
     )
 
 
-def gated_delta(full: bool) -> Iterator[Case]:
-    """Block against mlx-lm's kernel token by token, and the tape's state against the state after n tokens."""
-    shapes = [(1, 4, 2, 4, 128, 16), (3, 5, 1, 2, 64, 8), (2, 7, 2, 6, 32, 5), (1, 3, 1, 1, 192, 12)]
-    choices = list(itertools.product(FLOATS, (False, True), (False, True)))
-    chosen = choices if full else choices[::5]
-    for seed, (dtype, vector, masked) in enumerate(chosen):
-        for shape in shapes if full else shapes[seed % 2 :: 2]:
-            yield from _delta_cases(delta_block(shape, dtype, (vector, masked), seed))
-
-
-def delta_block(shape: tuple[int, ...], dtype: mx.Dtype, kind: tuple[bool, bool], seed: int) -> DeltaBlock:
-    """A random block, its inputs views among NaN.
-
-    Args:
-        shape: batch, tokens, key heads, heads, columns and values of a head.
-        kind: whether each column has a gate of its own; whether some tokens are masked.
-    """
-    batch, tokens, key_heads, heads, columns, values = shape
-    vector, masked = kind
-    keys = mx.random.split(mx.random.key(seed), 7)
-    k = mx.random.normal((batch, tokens, key_heads, columns), key=keys[0])
-    gates = (batch, tokens, heads, columns) if vector else (batch, tokens, heads)
-    mask = mx.random.uniform(shape=(batch, tokens), key=keys[1]) > 0.3 if masked else None
-    return DeltaBlock(
-        q=_among_nan(
-            (mx.random.normal((batch, tokens, key_heads, columns), key=keys[2]) * columns**-0.5).astype(dtype)
-        ),
-        k=_among_nan((k / mx.linalg.norm(k, axis=-1, keepdims=True)).astype(dtype)),
-        v=_among_nan(mx.random.normal((batch, tokens, heads, values), key=keys[3]).astype(dtype)),
-        g=_among_nan(mx.exp(-mx.random.uniform(shape=gates, key=keys[4]))),
-        beta=_among_nan(mx.random.uniform(shape=(batch, tokens, heads), key=keys[5]).astype(dtype)),
-        state=mx.random.normal((batch, heads, values, columns), key=keys[6]) * 0.1,
-        mask=mask,
-    )
-
-
-def _among_nan(array: mx.array) -> mx.array:
-    """The same numbers as a view: between the rows of the batch lie tokens that must not be looked at."""
-    behind = mx.full((array.shape[0], 3, *array.shape[2:]), mx.nan, array.dtype)
-    return mx.concatenate([array, behind], axis=1)[:, : array.shape[1]]
-
-
-def _delta_cases(block: DeltaBlock) -> Iterator[Case]:
-    family = f"{block.q.dtype}{' vector' if block.g.ndim == 4 else ''}{'' if block.mask is None else ' masked'}"
-
-    def whole() -> list[mx.array]:
-        result = block.by_kernel()
-        return [result.y, result.state]
-
-    yield Case(family, whole, lambda settings: stock.gated_delta_steps(block, settings)[-1])
-    tokens = block.k.shape[1]
-    for first in range(tokens + 1):
-        counts = [min(first + 2 * row, tokens) for row in range(block.k.shape[0])]
-
-        def kept(counts: list[int] = counts) -> list[mx.array]:
-            return [block.by_kernel().state_after(mx.array(counts))]
-
-        def wanted(settings: Run, counts: list[int] = counts) -> list[mx.array]:
-            states = [block.state, *(step[1] for step in stock.gated_delta_steps(block, settings))]
-            return [mx.concatenate([states[count][row : row + 1] for row, count in enumerate(counts)])]
-
-        yield Case(f"{family}, from the tape", kept, wanted)
-
-
 class AttentionKind(NamedTuple):
     """A shape of attention.
 
@@ -408,6 +343,5 @@ TRIALS = {
     "row_exact_gemv": gemv,
     "row_exact_qmv": qmv,
     "greedy_walk": walk,
-    "gated_delta": gated_delta,
     "block_attention": attention,
 }
