@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SpeculativeMethod,
         VerifyWidthRange,
     )
+    from mlx_spec.engine.row import RoundResult
     from mlx_spec.generate import (
         GenerationResponse,
         generate,
@@ -43,6 +44,7 @@ __all__ = [
     "MAGIC_DRAFT_TOKEN_ID",
     "GenerationResponse",
     "RejectionSamplingStrategy",
+    "RoundResult",
     "SpeculativeCacheTransaction",
     "SpeculativeConfig",
     "SpeculativeMethod",
@@ -74,6 +76,7 @@ _HOME = {
     "SpeculativeConfig": "config",
     "SpeculativeMethod": "config",
     "VerifyWidthRange": "config",
+    "RoundResult": "engine.row",
     "GenerationResponse": "generate",
     "generate": "generate",
     "generate_step": "generate",

@@ -1,9 +1,13 @@
-"""A newcomer's walk, in a copy of the package: a width policy and an acceptance rule are one new file and one row of a
-table each. (A drafter family is `tests/test_add_a_drafter.py`.)"""
+"""docs/add_a_policy_or_a_rule.md, followed in a copy of the package: one new file and one row of a table each.
+
+A drafter family is `tests/test_add_a_drafter.py`.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,58 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.rounds.runs import stock
+from tests.test_house_rules import EVERYWHERE_RULES, PACKAGE_RULES
 
 ROOT = Path(__file__).parent.parent
 
-POLICY = '''"""Wide rounds while proposals stand, plain ones for a while after one that did not."""
-
-from __future__ import annotations
-
-from mlx_spec.records import RoundRecord
-from mlx_spec.schedule.policy import Limits, WidthPolicy
-
-
-class Sulking(WidthPolicy):
-    """Parked for three rounds after a round of which nothing was accepted."""
-
-    name = "sulking"
-
-    def __init__(self, width: int, origin: str) -> None:
-        self._width, self._origin, self._parked = width, origin, 0
-
-    def next(self, limits: Limits) -> int:
-        self._parked -= 1
-        return limits.cut(1 if self._parked >= 0 else self._width)
-
-    def observe(self, record: RoundRecord) -> None:
-        if record.proposed and not record.accepted:
-            self._parked = 3
-
-    def __str__(self) -> str:
-        return f"sulking {self._width} ({self._origin})"
-'''
-POLICY_ROW = '    "sulking": Sulking,\n'
-
-RULE = '''"""Every proposal stands."""
-
-from __future__ import annotations
-
-import mlx.core as mx
-
-from mlx_spec.accept.proposal import Proposal
-from mlx_spec.accept.rule import AcceptanceRule, Scored, packed
-
-
-class Trusting(AcceptanceRule):
-    """Hands out what the drafter says, and the target's choice after it."""
-
-    name = "everything proposed"
-
-    def walk(self, proposal: Proposal, scored: Scored) -> mx.array:
-        tokens = mx.concatenate([proposal.ids, scored.choices[:, -1:].astype(mx.int32)], axis=1)
-        return packed(mx.ones(proposal.ids.shape, mx.bool_), scored, tokens)
-'''
-RULE_ROW = '    "trusting": Trusting(),\n'
+PAGE = ROOT / "docs" / "add_a_policy_or_a_rule.md"
 
 USE = """
 import json
@@ -91,16 +48,31 @@ print(json.dumps({
 """
 
 
-def add(package: Path, folder: str, file: str, text: str, row: str) -> None:
-    """One new file, and its name in one row of the table."""
-    (package / folder / file).write_text(text)
-    table = package / folder / "table.py"
+def blocks() -> dict[str, str]:
+    """The code on the page: the file each block says it belongs in -> its text."""
+    return dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S))
+
+
+def add(root: Path, file: str) -> None:
+    """One new file, and its class in one row of the table beside it."""
+    table = (root / file).parent / "table.py"
+    row = blocks()[str(table.relative_to(root))]
+    (root / file).write_text(blocks()[file])
     class_name = row.split()[-1].rstrip(",").removesuffix("()")
-    lines = table.read_text()
-    place = lines.index("from mlx_spec.errors")
-    lines = f"{lines[:place]}from mlx_spec.{folder}.{file.removesuffix('.py')} import {class_name}\n{lines[place:]}"
-    end = lines.index("}\n")
-    table.write_text(f"{lines[:end]}{row}{lines[end:]}")
+    module = file.removesuffix(".py").replace("/", ".")
+    text = table.read_text().replace(
+        "from mlx_spec.errors", f"from {module} import {class_name}\nfrom mlx_spec.errors", 1
+    )
+    table.write_text(text.replace("}\n", f"{row}}}\n", 1))
+
+
+@pytest.mark.parametrize("name", blocks())
+def test_the_code_on_the_page_keeps_the_rules_of_the_house(name: str) -> None:
+    text = blocks()[name]
+    if not name.endswith("table.py"):
+        ast.parse(text)
+        assert [found for rule in (*EVERYWHERE_RULES, *PACKAGE_RULES) for found in rule(text, name)] == []
+    assert [line for line in text.splitlines() if len(line) > 120] == []
 
 
 @pytest.mark.slow
@@ -109,8 +81,9 @@ def test_a_policy_and_a_rule_are_a_file_and_a_row_each(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "mlx_spec", package, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     (tmp_path / "metal").symlink_to(ROOT / "metal")
-    add(package, "schedule", "sulking.py", POLICY, POLICY_ROW)
-    add(package, "accept", "trusting.py", RULE, RULE_ROW)
+    for file in blocks():
+        if not file.endswith("table.py"):
+            add(tmp_path, file)
     ran = subprocess.run(
         [sys.executable, "-c", USE], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )

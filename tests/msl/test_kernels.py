@@ -161,7 +161,7 @@ def call_everything(batch: int, width: int) -> None:
 def test_no_width_and_no_batch_compiles_a_kernel_again(recorded: list[RecordedKernel]) -> None:
     for batch, width in ((1, 2), (1, 16), (3, 5)):
         call_everything(batch, width)
-    assert len(recorded) >= 10
+    assert len(recorded) >= 8
     assert {kernel.name: len(kernel.texts) for kernel in recorded} == {kernel.name: 1 for kernel in recorded}
 
 
