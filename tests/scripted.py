@@ -265,6 +265,12 @@ class FeedLog:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.hidden_shapes: list[tuple[int, ...] | None] = []
+        self.proposals: list[mx.array] = []
+
+    @property
+    def proposed(self) -> list[Any]:
+        """[B][n] ids of every proposal, in order."""
+        return [ids.tolist() for ids in self.proposals]
 
     def rows(self, *stages: str) -> list[list[int]]:
         """[B] ids received in these stages, joined."""
@@ -318,7 +324,9 @@ class _RecordingState(DrafterState):
 
     def propose(self, bonus: Sequence[int], count: int) -> Proposal:
         self.log.calls.append(("propose", (list(bonus), count)))
-        return self.inner.propose(bonus, count)
+        proposal = self.inner.propose(bonus, count)
+        self.log.proposals.append(proposal.ids)
+        return proposal
 
     def catch_up(self, ids: Rows, hidden: mx.array | None) -> None:
         self._note("catch_up", ids, hidden)

@@ -39,7 +39,7 @@ FOCUS = 3.0
 @functools.cache
 def random_drafter(mix: str, dtype: mx.Dtype = mx.float32) -> Drafter:
     """A drafter with random weights, an embedding of its own, and another hidden size than the target's."""
-    return _loaded(Target(MIXES[mix].model(dtype)), _random)
+    return _loaded(Target(MIXES[mix].model(dtype)), random_files)
 
 
 @functools.cache
@@ -84,7 +84,8 @@ def _target_ids(rng: np.random.Generator) -> tuple[np.ndarray, mx.array]:
     return ids, mx.array(ids - np.arange(DRAFTED), mx.int64)
 
 
-def _random(target: Target) -> tuple[dict[str, Any], Tensors]:
+def random_files(target: Target) -> tuple[dict[str, Any], Tensors]:
+    """config.json and tensors of the random drafter."""
     rng = np.random.default_rng(3)
     hidden, inner, heads, keys, size = 36, 52, 6, 2, 8
 

@@ -15,6 +15,7 @@ from mlx_spec.drafters.eagle3.lineage import Lineage
 from mlx_spec.drafters.eagle3.model import Eagle3Drafter
 from mlx_spec.drafters.eagle3.weights import canonical, read_stored, read_weights
 from mlx_spec.drafters.quantization import foreign_quantization, quantize_on_load, read_quantization
+from mlx_spec.drafters.spelling import AS_IT_IS, Spelling
 from mlx_spec.errors import UnsupportedOption
 from mlx_spec.model.target import Target
 from mlx_spec.sampling import random_state_kept
@@ -23,7 +24,11 @@ __all__ = ["load"]
 
 
 def load(
-    folder: Path, target: Target, taps: Sequence[int] | None = None, quantize: Mapping[str, Any] | None = None
+    folder: Path,
+    target: Target,
+    taps: Sequence[int] | None = None,
+    quantize: Mapping[str, Any] | None = None,
+    spelling: Spelling = AS_IT_IS,
 ) -> Eagle3Drafter:
     """Load a drafter from its folder.
 
@@ -34,6 +39,7 @@ def load(
         taps: 0-based target layers whose outputs it reads, instead of those the config lists.
         quantize: `group_size`, `bits` and `mode`, to quantize the drafter's matrices after they are loaded. What the
             target is quantized to plays no part.
+        spelling: what the folder's files call otherwise; its names as they are, if left out.
 
     Raises:
         CheckpointError: names everything that is missing, of a wrong shape, or not supported.
@@ -43,9 +49,9 @@ def load(
         UserWarning: names keys and tensors that are ignored, and whatever was taken from elsewhere.
     """
     _refuse_group(mx.distributed.init().size())
-    config, stored, path = read_config(folder), read_stored(folder), folder / CONFIG_NAME
+    config, stored, path = spelling.config(read_config(folder)), read_stored(folder, spelling), folder / CONFIG_NAME
     ignored = foreign_quantization(config, stored.tensors, path)
-    quantization = read_quantization(config, path, canonical)
+    quantization = read_quantization(config, path, lambda name: canonical(spelling.tensor(name)))
     beside = Beside(
         names=stored.tensors.keys(),
         fc_columns=stored.fc_columns(quantization),

@@ -16,6 +16,7 @@ from mlx_spec.drafters.eagle3.config import Eagle3Config
 from mlx_spec.drafters.eagle3.keys import REPEATING_ARCHITECTURE, SUPPORTED
 from mlx_spec.drafters.eagle3.layers import Eagle3Modules
 from mlx_spec.drafters.quantization import Quantization, quantize_as_stored
+from mlx_spec.drafters.spelling import AS_IT_IS, Spelling
 from mlx_spec.drafters.stored_tensors import FLOATS, INTEGERS, dtypes_like, fault, fault_of_values, target_ids
 from mlx_spec.errors import CheckpointError
 
@@ -82,7 +83,7 @@ def canonical(name: str) -> str:
     return short
 
 
-def read_stored(folder: Path) -> Stored:
+def read_stored(folder: Path, spelling: Spelling = AS_IT_IS) -> Stored:
     """Every tensor of a folder, lazily.
 
     Raises:
@@ -90,7 +91,7 @@ def read_stored(folder: Path) -> Stored:
     """
     found: dict[str, tuple[str, mx.array]] = {}
     for name, array in read_tensors(folder).items():
-        short = canonical(name)
+        short = canonical(spelling.tensor(name))
         if short in found:
             raise CheckpointError(f"{folder}: {found[short][0]} and {name} are the same tensor under two names")
         found[short] = (name, array)
