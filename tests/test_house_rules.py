@@ -147,6 +147,22 @@ def cache_class_names(source: str, path: str = "") -> list[str]:
     return [name for name in spelled if name in MLX_LM_CACHES]
 
 
+def arrays_of_a_module(source: str, path: str = "") -> list[str]:
+    """Arrays made while a module or a class is read. What is lazy belongs to the thread that made it."""
+    del path
+    made = []
+    pending: list[ast.AST] = [parsed(source)]
+    while pending:
+        for node in ast.iter_child_nodes(pending.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            pending.append(node)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+                made += [node.func.attr] if isinstance(owner, ast.Name) and owner.id == "mx" else []
+    return made
+
+
 def nameless_files(source: str, path: str = "") -> list[str]:
     """A file or folder is named after the idea it holds."""
     return [part for part in Path(path).with_suffix("").parts if part.strip("_") in NAMELESS]
@@ -180,7 +196,7 @@ def _is_private(name: str) -> bool:
 
 Rule = Callable[[str, str], list[str]]
 OUTSIDE_RULES: list[Rule] = [private_reaches]
-PACKAGE_RULES: list[Rule] = [environment_reads, cache_class_names]
+PACKAGE_RULES: list[Rule] = [environment_reads, cache_class_names, arrays_of_a_module]
 EVERYWHERE_RULES: list[Rule] = [long_functions, wide_functions, private_exports, nameless_files]
 
 
@@ -229,6 +245,8 @@ def arguments(count: int) -> str:
         (cache_class_names, "", "from mlx_lm.models.cache import KVCache", "from mlx_lm.models import cache"),
         (cache_class_names, "", "x = cache.RotatingKVCache", "x = cache.offset"),
         (cache_class_names, "", "type(c).__name__ == 'ArraysCache'", "'''Says what a KVCache is.'''"),
+        (arrays_of_a_module, "", "NONE = mx.zeros((1, 0))", "def none():\n    return mx.zeros((1, 0))"),
+        (arrays_of_a_module, "", "class A:\n    x = [mx.array(1)]", "FLOATS = (mx.float32, mx.bfloat16)"),
         (private_reaches, "", "x = tx._journals", "x = self._journals + cls._all"),
         (private_reaches, "", "x = self.tx._journals", "x = tx.__dict__, tx.caches, _"),
         (private_reaches, "", "make()._made.cache_clear()", "x = shape._replace(keys=3)"),

@@ -13,7 +13,10 @@ from mlx_spec.accept.rule import AcceptanceRule, Scored
 from mlx_spec.errors import NonFiniteLogits
 from mlx_spec.sampling import Sampling, holds_nan, log_sum_exp, put_random_state, rewind_random_state
 
-_NOTHING = mx.zeros((1, 0), mx.int32)
+
+def _nothing() -> Proposal:
+    # Made where it is used: what is lazy belongs to a thread.
+    return Proposal(mx.zeros((1, 0), mx.int32))
 
 
 class Token(NamedTuple):
@@ -160,7 +163,7 @@ class BlockWalk(Walk):
         self._accepted = 0
         self._rows: list[mx.array] = []
         self._sums: mx.array | None = None
-        proposal = block.proposal or Proposal(_NOTHING)
+        proposal = block.proposal or _nothing()
         if sampling.greedy:
             walked = self._likeliest(rule, proposal)
         else:
@@ -257,9 +260,9 @@ class SequentialWalk(Walk):
     def take(self, index: int) -> Token:
         block = self._block
         token, logprobs = self._choices[index]
-        proposed = index < block.width - 1 and block.proposal is not None
-        proposal = Proposal(block.proposal.ids[:, index : index + 1] if proposed and block.proposal else _NOTHING)
-        places = 2 if proposed else 1
+        proposal, places = _nothing(), 1
+        if block.proposal is not None and index < block.width - 1:
+            proposal, places = Proposal(block.proposal.ids[:, index : index + 1]), 2
         choices = mx.broadcast_to(token[None], (1, places)).astype(mx.uint32)
         faults = mx.broadcast_to(self._faults[:, index : index + 1], (1, places))
         scored = Scored(choices, mx.broadcast_to(logprobs[None], (1, places, logprobs.shape[-1])), faults)
