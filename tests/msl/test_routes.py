@@ -6,11 +6,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
+from mlx_spec.accept.exact import Exact
+from mlx_spec.accept.proposal import Proposal
+from mlx_spec.accept.walks import Block, open_walk
 from mlx_spec.ops.attention import BY_POSITION, AttentionCall, KeyStretch
 from mlx_spec.ops.base import OWN_KERNEL, STOCK
 from mlx_spec.ops.block_attention import BlockAttention
-from mlx_spec.ops.walk import GreedyBlock, kernel_holds
+from mlx_spec.ops.walk import ChosenBlock, GreedyBlock, kernel_holds
+from mlx_spec.sampling import Sampling
 from mlx_spec.verify.record import record_of
 from mlx_spec.verify.routes import Plan, verifying
 from tests.msl import stock, trials
@@ -82,6 +87,39 @@ def test_what_the_kernel_does_not_know_goes_by_position(changes: dict[str, Any])
         draw = trials.draws(mx.bfloat16)
         block = call(3, **changes).block(40, lambda shape, dtype: next(draw)(shape))
         assert block.own_kernel() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [False, True])
+def test_every_block_is_walked_by_the_kernel_where_that_is_equal(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for kind in (GreedyBlock, ChosenBlock):
+        stock = kind.by_kernel
+
+        def noted(self: Any, stock: Any = stock) -> mx.array:
+            made.append(type(self).__name__)
+            return stock(self)
+
+        monkeypatch.setattr(kind, "by_kernel", noted)
+    logits = mx.round(mx.random.normal((1, 5, 300)) * 3)
+    sampler = make_sampler(temp=0.8, top_p=0.9) if drawn else greedy_sampler
+    sampling = Sampling(sampler, draws=drawn, greedy=not drawn)
+
+    def packed() -> list[int]:
+        mx.random.seed(5)
+        block = Block(5, logits, mx.zeros((1, 5), mx.int32), Proposal(mx.array([[3, 4, 5, 6]])), None, 9)
+        walk = open_walk(Exact(), sampling, block)
+        assert walk.packed is not None
+        read: list[int] = walk.packed.tolist()  # type: ignore[assignment]
+        return read
+
+    want = packed()
+    assert made == []
+    with simulated():
+        assert kernel_holds(mx.float32)
+        made.clear()
+        assert packed() == want
+    assert made == ["ChosenBlock" if drawn else "GreedyBlock"]
 
 
 @pytest.mark.slow
