@@ -76,9 +76,12 @@ def is_limited(caches: Sequence[Any], max_kv_size: int) -> bool:
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
     """The caches that hold state, with nesting undone, each once."""
-    if _SHARED.issuperset(map(type, caches)) and len(set(map(id, caches))) == len(caches):
-        yield from caches
-        return
+    # Asked several times a round: a list of caches that nest nothing is its own leaves.
+    flat = _SHARED.issuperset(map(type, caches)) and len(set(map(id, caches))) == len(caches)
+    return iter(caches) if flat else _unnested(caches)
+
+
+def _unnested(caches: Sequence[Any]) -> Iterator[Any]:
     seen: set[int] = set()
     pending = list(reversed(caches))
     while pending:
@@ -173,8 +176,12 @@ def tokens_held(caches: Sequence[Any]) -> int:
     States of fixed size count nothing. What follows from a length (edges of windows, numbers of keys, limits of a rope)
     concerns only caches that count.
     """
-    counts = (getattr(cache, _COUNTER.get(type(cache), "offset"), None) for cache in leaves(caches))
-    return max((count for count in counts if isinstance(count, int)), default=0)
+    held = 0
+    for cache in leaves(caches):
+        count = getattr(cache, _COUNTER.get(type(cache), "offset"), None)
+        if isinstance(count, int) and count > held:
+            held = count
+    return held
 
 
 _COUNTER: dict[type[Any], str] = {BatchKVCache: "_idx", BatchRotatingKVCache: "_offset"}

@@ -246,7 +246,7 @@ class StandaloneState(DrafterState):
         pending = self._pending or [[] for _ in bonus]
         tx = SpeculativeCacheTransaction(self._caches, self.pending + count, drive=Drive.ALONE)
         try:
-            tokens = mx.array([[*row, token] for row, token in zip(pending, bonus, strict=True)], dtype=mx.int32)
+            tokens = self._readable([[*row, token] for row, token in zip(pending, bonus, strict=True)])
             chosen, rows = [], []
             for _ in range(count):
                 rows.append(self._forward(tokens, tx)[:, -1, :])
@@ -257,7 +257,7 @@ class StandaloneState(DrafterState):
         except BaseException:
             tx.abort()
             raise
-        proposals = mx.concatenate(chosen, axis=1)
+        proposals = mx.concatenate(chosen, axis=1).astype(mx.int32)
         self._scratch = _Scratch(tx, self.pending, tuple(bonus), proposals)
         return Proposal(proposals, lambda columns: self._log_probabilities(rows, columns))
 
@@ -309,13 +309,18 @@ class StandaloneState(DrafterState):
         if not self.pending:
             return
         with SpeculativeCacheTransaction(self._caches, self.pending, drive=Drive.WHOLE) as tx:
-            self._forward(mx.array(self._pending, dtype=mx.int32), tx)
+            self._forward(self._readable(self._pending), tx)
             tx.commit(self.pending)
         self._pending = []
 
+    def _readable(self, ids: Rows) -> mx.array:
+        """[B][T] ids -> [B, T] int32 that the model can read."""
+        last = self._vocab_size - 1
+        return mx.array([[token if token < last else last for token in row] for row in ids], dtype=mx.int32)
+
     def _forward(self, tokens: mx.array, tx: SpeculativeCacheTransaction) -> mx.array:
-        """[B, T] ids -> [B, T, V] logits, lazy."""
-        logits: mx.array = self._model(mx.minimum(tokens, self._vocab_size - 1), cache=tx.caches)
+        """[B, T] ids that the model can read -> [B, T, V] logits, lazy."""
+        logits: mx.array = self._model(tokens, cache=tx.caches)
         tx.mark(tokens.shape[1])
         return logits
 
@@ -323,9 +328,10 @@ class StandaloneState(DrafterState):
         return spread(mx.stack(rows, axis=1)[..., : self._proposable], columns)
 
     def _likeliest(self, logits: mx.array) -> mx.array:
-        """[B, V] logits after the last token -> [B, 1] int32, the choice of mlx-lm's greedy sampler."""
+        """[B, V] logits after the last token -> [B, 1] uint32, the choice of mlx-lm's greedy sampler."""
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return mx.argmax(logprobs[:, : self._proposable], axis=-1, keepdims=True).astype(mx.int32)
+        known = logprobs if self._proposable >= logprobs.shape[-1] else logprobs[:, : self._proposable]
+        return mx.argmax(known, axis=-1, keepdims=True)
 
 
 def _table_size(target: Target) -> int:
