@@ -129,6 +129,17 @@ def test_what_it_cannot_do_is_refused_and_it_stays_open(kind: str) -> None:
     assert_same_cache(caches, after)
 
 
+def test_one_that_cannot_be_opened_locks_nothing() -> None:
+    caches = held("kv", 3)
+    del caches[1].offset
+    tx = OneToken(caches)
+    with pytest.raises(AttributeError):
+        tx.open()
+    caches[1].offset = 3
+    step(caches).commit(1)
+    assert not tx.active
+
+
 @EVERY_KIND
 def test_a_settled_copy_taken_meanwhile_is_what_was_there_before(kind: str) -> None:
     before, caches = held(kind, 3), held(kind, 3)

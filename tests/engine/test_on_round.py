@@ -90,6 +90,21 @@ def stock_cache(mix: str, choice: str, length: int) -> Any:
     return record_stock(MIXES[mix], length, {length}, **CHOICES[choice]()).cache_after(length)
 
 
+def test_the_random_state_is_then_what_it_is_when_the_rounds_last_token_is_handed_out() -> None:
+    run, keys, places = stock("dense", "top_p"), [], [0]
+
+    def on_round(result: RoundResult) -> None:
+        places.append(places[-1] + result.num_accepted[0] + 1)
+        keys.append(rng_key())
+
+    drafter = CyclingDrafter(run.ids, VOCAB, (2, 0, 3))
+    got = speculate(
+        MIXES["dense"], drafter, on_round=on_round, draft_block_size=4, max_tokens=LONG, **CHOICES["top_p"]()
+    )
+    assert_equals_stock(got, run, LONG)
+    assert keys == [run.rng[place] for place in places[1:]]
+
+
 def test_another_thing_than_a_function_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="on_round"):
         generate_step(mx.array(PROMPT), MIXES["dense"].model(), on_round=3)  # type: ignore[arg-type]
