@@ -282,7 +282,8 @@ def generate_step(
             the model does not have is refused.
         statistics: filled in as the run goes on.
         progress: told each Step of loading and certifying, inside this call, and of the prompt; may raise to end them.
-        on_round: told the RoundResult of every round, before its last token is handed out; may raise to end the run.
+        on_round: told the RoundResult of every round before its last token is handed out, but of none inside of which
+            the text ends; may raise to end the run.
 
     Yields:
         (token id, [V] log-probabilities it was chosen from), bit for bit those of the one-token loop.

@@ -265,14 +265,14 @@ class SequentialWalk(Walk):
             proposal, places = Proposal(block.proposal.ids[:, index : index + 1]), 2
         choices = mx.broadcast_to(token[None], (1, places)).astype(mx.uint32)
         faults = mx.broadcast_to(self._faults[:, index : index + 1], (1, places))
-        scored = Scored(choices, mx.broadcast_to(logprobs[None], (1, places, logprobs.shape[-1])), faults)
+        scored = Scored(choices, mx.broadcast_to(logprobs, (1, places, logprobs.shape[-1])), faults)
         walked: list[list[int]] = self._rule.walk(proposal, scored).tolist()  # type: ignore[assignment]
         accepted, fault, *_ = walked[0]
         if fault:
             raise NonFiniteLogits(block.position + index)
         if accepted and len(self._choices) == index + 1:
             self._choose_next()
-        return Token(walked[0][1 + places], logprobs.squeeze(0), bool(accepted))
+        return Token(walked[0][1 + places], logprobs, bool(accepted))
 
     def pending(self) -> list[mx.array]:
         return [*self._choices[0], self._faults]
@@ -281,13 +281,16 @@ class SequentialWalk(Walk):
         return self._choices[index][0]
 
     def _choose_next(self) -> None:
-        self._choices.append(self._block.choose(self._sampling, len(self._choices)))
+        token, logprobs = self._block.choose(self._sampling, len(self._choices))
+        self._choices.append((token, logprobs.squeeze(0)))
+        if len(self._choices) > 1:
+            mx.async_eval(*self._choices[-1])
 
 
 def _cut(block: mx.array) -> list[mx.array]:
-    """[1, W, V] -> W times [V], by one op."""
+    """[1, W, V] -> W times [V], each with a buffer of its own: whoever keeps one does not keep the block."""
     width = block.shape[1]
-    return list(mx.split(block.reshape(-1), width)) if width > 1 else [block.reshape(-1)]
+    return list(map(mx.contiguous, mx.split(block.reshape(-1), width))) if width > 1 else [block.reshape(-1)]
 
 
 def open_walk(rule: AcceptanceRule, sampling: Sampling, block: Block) -> Walk:

@@ -375,7 +375,8 @@ def settled_cache(prompt_cache: Sequence[Any]) -> list[Any]:
 
     Between two tokens of a run with a drafter the caller's cache may hold a block that is not decided yet. The copy is
     what mlx-lm's one-token loop would hold there: it can be kept, saved, trimmed, merged and continued, and the run
-    goes on as if nobody had asked. Where no run is at work on the cache, it is a plain copy.
+    goes on as if nobody had asked. Where no run is at work on the cache, it is a plain copy. What a run quantizes once
+    its block is over is float in the copy, though the loop may have quantized it by that token.
 
     Args:
         prompt_cache: what was given to the run as `prompt_cache`. To be called between tokens, by the thread that

@@ -134,7 +134,7 @@ class Engine:
             width=width,
             proposal=proposal,
             key=random_key() if row.sampling.draws else None,
-            caches=row.caches.copy(),
+            caches=list(row.caches),
             stage_ms=stage_ms,
             route=route,
             first=start.first,
@@ -167,7 +167,8 @@ class Engine:
                 pending.append(output.hidden)
         began = time.perf_counter()
         mx.async_eval(*pending)
-        opened[0].stage_ms["verify"] += (time.perf_counter() - began) * 1e3
+        for each in opened[:1]:
+            each.stage_ms["verify"] += (time.perf_counter() - began) * 1e3
 
     def _forward(self, row: Row, opened: OpenRound) -> TargetOutput:
         """Run the target on one row's block, by the route that is in force."""
@@ -207,10 +208,11 @@ class Engine:
 
     def pass_on(self, row: Row, current: OpenRound) -> Start | None:
         """What begins the next plain step, before the token of this one is read; None where no step follows."""
-        self._finish(row, current)
-        if row.budget == 1 and not self._needs_last_append(row):
-            return None
-        return Start(row, current.choices.array(0))
+        with mx.stream(self.stream):
+            self._finish(row, current)
+            if row.budget == 1 and not self._needs_last_append(row):
+                return None
+            return Start(row, current.choices.array(0))
 
     def advance(
         self, row: Row, current: OpenRound, token: Token, ending: bool, width: int | None = None
@@ -253,11 +255,13 @@ class Engine:
 
     def show_drafter(self, row: Row, current: OpenRound) -> None:
         """What was kept of a round, with its hidden states."""
-        if not row.drafting.proposes:
+        if isinstance(row.drafting, NoDrafting):
             return
-        with mx.stream(self.stream):
-            self._show_drafter(row, current)
+        if row.drafting.proposes:
+            with mx.stream(self.stream):
+                self._show_drafter(row, current)
         if not row.drafting.proposes:
+            # What it tapped is not recorded any more.
             row.drafting = NoDrafting()
 
     @staticmethod
@@ -294,10 +298,13 @@ class Engine:
     @staticmethod
     def look_again(row: Row, current: OpenRound) -> None:
         """The caller had the caches and the random state. In the middle of a block the caches are not its to change."""
+        if row.finish_reason is not None:
+            # That was the last token, and its block may have had the caches quantized.
+            return
         if current.lent is not None:
             current.take_state_back()
         # Caches are equal to themselves alone, so this tells whether another one was put in a place.
-        if current.tx.changed or (not current.kept and current.caches != row.caches):
+        if current.tx.changed or (not current.kept and current.caches != list(row.caches)):
             raise CacheChanged(
                 f"the prompt cache was changed while a block of {current.width} tokens was open on it, so this run "
                 "cannot go on. Take `mlx_spec.settled_cache(prompt_cache)` to look at, save or fork it while a run "
@@ -310,8 +317,10 @@ class Engine:
         if current.record is None:
             width = current.width
             current.record = RoundRecord(width, width - 1, current.out - 1, current.route.name, current.stage_ms)
+            row.statistics.count_round(current.record)
             row.policy.observe(current.record)
-        row.statistics.count_round(current.record)
+        else:
+            row.statistics.count_round(current.record)
 
     @staticmethod
     def tell_round(row: Row, current: OpenRound, token: Token, successor: OpenRound | None) -> None:
@@ -402,7 +411,8 @@ def _close(row: Row, current: OpenRound) -> None:
 def _undo(row: Row, current: OpenRound) -> None:
     """Nothing of a round is out: put back the caches and the random state."""
     current.tx.revoke()
-    row.caches[:] = current.caches
+    if isinstance(row.caches, list):
+        row.caches[:] = current.caches
     if current.key is not None and not current.is_foreign:
         read: list[int] = current.key.tolist()  # type: ignore[assignment]
         rewind_random_state(read)

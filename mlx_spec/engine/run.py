@@ -70,9 +70,9 @@ def _rounds(
         # Asked before the token is read, where that leaves nothing to know but the token.
         width = row.next_width(ahead=1) if current.width == 1 else None
         if width == 1:
+            engine.show_drafter(row, current)
             successor = _dispatched(engine, engine.pass_on(row, current))
             token, ending = engine.take(row, current)
-            engine.show_drafter(row, current)
         else:
             token, ending = engine.take(row, current)
             while token.accepted:
