@@ -38,7 +38,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
     return result
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("choice", ["greedy", "penalties", "opaque_processor"])
 @pytest.mark.parametrize("drafter", ["eagle3", "standalone", "cycling", "ngram"])
 @pytest.mark.parametrize("mix", ["dense", "hybrid"])

@@ -28,7 +28,7 @@ def stock_rows(mix: str, choice: str) -> list[OracleRun]:
     ]
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(4)
 @REQUIRED
 @pytest.mark.parametrize("choice", ["greedy", "penalties"])
 @pytest.mark.parametrize("drafter", ["cycling", "ngram", "eagle3", None])

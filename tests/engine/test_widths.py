@@ -43,7 +43,7 @@ def check(mix: str, choice: str, drafter: str, widths: list[int], emitted: int =
     return policy
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mix", ["dense", "sliding", "hybrid", "mamba2"])
 @pytest.mark.parametrize("choice", ["greedy", "top_p", "penalties"])
 @pytest.mark.parametrize("drafter", ["cycling", "eagle3", "standalone", "ngram"])
