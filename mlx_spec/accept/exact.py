@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_spec.accept.proposal import Proposal
 from mlx_spec.accept.rule import AcceptanceRule, Scored
-from mlx_spec.ops.walk import MOST_POSITIONS, ChosenBlock, GreedyBlock, kernel_holds
+from mlx_spec.ops.walk import ChosenBlock, GreedyBlock, kernel_holds
 
 
 class Exact(AcceptanceRule):
@@ -31,6 +31,5 @@ class Exact(AcceptanceRule):
 
     def walk_logits(self, proposal: Proposal, logits: mx.array, lse: mx.array) -> mx.array | None:
         """See `AcceptanceRule.walk_logits`: by the kernel, which reads the logits once, where it was found equal."""
-        if logits.shape[1] > MOST_POSITIONS or not kernel_holds(logits.dtype):
-            return None
-        return GreedyBlock(logits, proposal.ids, lse).by_kernel()
+        block = GreedyBlock(logits, proposal.ids, lse)
+        return block.by_kernel() if block.kernel_takes() and kernel_holds(logits.dtype) else None
